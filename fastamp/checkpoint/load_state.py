@@ -206,9 +206,8 @@ def _compare(
 
 def _check_weight_tensors(model_state: State, converted: State, report: ImportReport) -> None:
     """Raise WeightsError if a tensor cannot be copied into a floating-point parameter."""
-    wrong = [
-        key for key in report.matched if model_state[key].is_floating_point() and not _is_float_weight(converted[key])
-    ]
+    expected = [key for key in report.matched if model_state[key].is_floating_point()]
+    wrong = [key for key in expected if not (converted[key].is_floating_point() and is_weight(converted[key]))]
     if wrong:
         first = converted[wrong[0]]
         raise WeightsError(
@@ -216,10 +215,6 @@ def _check_weight_tensors(model_state: State, converted: State, report: ImportRe
             f"{examples(wrong)}; the first has dtype {first.dtype} and layout {first.layout} on device {first.device}\n"
             "  fix: save the weights before the model is quantized or otherwise converted"
         )
-
-
-def _is_float_weight(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and is_weight(tensor)
 
 
 def is_weight(value: object) -> bool:

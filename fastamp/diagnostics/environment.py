@@ -91,7 +91,7 @@ class EnvironmentReport:
     def table(self) -> str:
         """Format the report as a table."""
         rows = [
-            ["versions", self._versions_text(), ""],
+            ["versions", ", ".join(f"{name} {number}" for name, number in self.versions.items()), ""],
             ["platform", f"{self.platform}, {self.cores} cores", ""],
             ["device", self._device_text(), ""],
             ["memory", self._memory_text(), ""],
@@ -122,9 +122,6 @@ class EnvironmentReport:
     @property
     def _build_major(self) -> str:
         return self.build.partition(" ")[2].partition(".")[0]
-
-    def _versions_text(self) -> str:
-        return ", ".join(f"{name} {number}" for name, number in self.versions.items())
 
     def _device_text(self) -> str:
         details = [self.device_name] if self.device_name else []

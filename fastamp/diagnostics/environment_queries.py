@@ -13,6 +13,7 @@ import torch
 
 from fastamp import __version__
 from fastamp.amp.policy import cpu_flags, native_bfloat16
+from fastamp.utils.env import available_memory
 from fastamp.utils.errors import summarize_error
 from fastamp.utils.plugins import distribution_name, installed_plugins
 
@@ -164,12 +165,7 @@ def memory(device: torch.device) -> tuple[int | None, int | None]:
     """Return ``(free, total)`` memory of a CUDA device, else of the system, in bytes; None for unknown values."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
-    try:
-        with open("/proc/meminfo", encoding="utf-8") as file:
-            sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in file)}
-    except OSError:
-        return None, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return sizes.get("MemAvailable"), sizes.get("MemTotal")
+    return available_memory(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def supported(device: torch.device) -> dict[str, Support]:

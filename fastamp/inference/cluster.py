@@ -66,7 +66,8 @@ def cluster(
     labels, names = cluster_features(features, options), known_identities(extraction)
     sizes, known = cluster_quality(labels), names != ""
     quality = cluster_quality(labels[known], names[known]) if known.any() else sizes
-    return labels, dataclasses.replace(quality, **_counts(sizes)), names
+    counts = {"clusters": sizes.clusters, "outliers": sizes.outliers, "images": sizes.images}
+    return labels, dataclasses.replace(quality, **counts), names
 
 
 def describe_dominant_cluster(
@@ -96,10 +97,6 @@ def describe_dominant_cluster(
         f"with {sizes.max()} images, and {int((others < 0).sum())} outliers (the largest simplified silhouette of the "
         "settings that were tried)"
     )
-
-
-def _counts(quality: ClusterQuality) -> dict[str, int]:
-    return {name: getattr(quality, name) for name in ("clusters", "outliers", "images")}
 
 
 def write_csv(path: Path, extraction: Extraction, labels: np.ndarray) -> None:

@@ -171,14 +171,19 @@ def gather_rows(column: torch.Tensor) -> torch.Tensor:
     """Gather the rows of all ranks in rank order, on the CPU. Ranks may have different numbers of rows."""
     if not is_distributed():
         return column.cpu()
-    device = transport_device()
-    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(get_world_size())]
-    dist.all_gather(counts, torch.tensor([len(column)], device=device))
-    padded = torch.zeros(max(map(int, counts)), *column.shape[1:], dtype=column.dtype, device=device)
-    padded[: len(column)] = column.to(device)
-    parts = [torch.empty_like(padded) for _ in counts]
+    return torch.cat([part.cpu() for part in _parts_of_ranks(column.to(transport_device()))])
+
+
+def _parts_of_ranks(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Gather the rows of each rank, on their device, which is that of the process group."""
+    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
+    lengths = torch.cat(counts).tolist()
+    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded)
-    return torch.cat([part[: int(count)].cpu() for part, count in zip(parts, counts, strict=True)])
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
 class _AllGather(torch.autograd.Function):
@@ -214,16 +219,10 @@ class _AllGatherParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
         ctx.uses_parameters = False  # for ``check_losses``
-        counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(get_world_size())]
-        dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
-        lengths = torch.cat(counts).tolist()
-        ends = list(itertools.accumulate(lengths))
-        ctx.rows = slice(ends[get_rank()] - len(rows), ends[get_rank()])
-        padded = rows.new_zeros(max(lengths), *rows.shape[1:])
-        padded[: len(rows)] = rows
-        parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded)
-        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+        parts = _parts_of_ranks(rows)
+        start = sum(map(len, parts[: get_rank()]))
+        ctx.rows = slice(start, start + len(rows))
+        return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,21 @@ logger = logging.getLogger(__name__)
 LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME")
 
 
+class ConfiguredLoss(nn.Module):
+    """Base class of losses whose arguments are the values of a section of the config.
+
+    Attributes:
+        section: name of the section in ``MODEL.LOSSES``.
+    """
+
+    section: str
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> "ConfiguredLoss":
+        """Build the loss; the keys of the section are its arguments."""
+        return cls(**{key.lower(): value for key, value in cfg.MODEL.LOSSES[cls.section].items()})
+
+
 def build_losses(cfg: Any) -> nn.ModuleDict:
     """Build the losses listed in ``MODEL.LOSSES.NAME``.
 

@@ -1,15 +1,12 @@
 """Cross-entropy loss over identities, with the label smoothing of FastReID."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.config import Key
 from fastamp.layers import PartialLogits
-from fastamp.modeling.losses.build import LOSS_REGISTRY
+from fastamp.modeling.losses.build import LOSS_REGISTRY, ConfiguredLoss
 
 KEYS = (
     Key(
@@ -88,7 +85,7 @@ def cross_entropy_loss(
 
 
 @LOSS_REGISTRY.register()
-class CrossEntropyLoss(nn.Module):
+class CrossEntropyLoss(ConfiguredLoss):
     """Cross-entropy loss of the ``cls_outputs`` of a head; see ``cross_entropy_loss``.
 
     For ``PartialLogits`` (Partial FC), the loss is the mean over the images of all ranks, without label smoothing.
@@ -100,6 +97,7 @@ class CrossEntropyLoss(nn.Module):
     """
 
     loss_name = "loss_cls"
+    section = "CE"
     indexes_classes = True
 
     def __init__(
@@ -107,12 +105,6 @@ class CrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.epsilon, self.alpha, self.smooth_over, self.scale = epsilon, alpha, smooth_over, scale
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "CrossEntropyLoss":
-        """Build the loss configured in ``MODEL.LOSSES.CE``."""
-        ce = cfg.MODEL.LOSSES.CE
-        return cls(epsilon=ce.EPSILON, alpha=ce.ALPHA, smooth_over=ce.SMOOTH_OVER, scale=ce.SCALE)
 
     def total_and_count(
         self, outputs: dict[str, torch.Tensor], targets: torch.Tensor

@@ -1,14 +1,11 @@
 """Focal loss over identities."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.config import Key
-from fastamp.modeling.losses.build import LOSS_REGISTRY
+from fastamp.modeling.losses.build import LOSS_REGISTRY, ConfiguredLoss
 
 KEYS = (
     Key("MODEL.LOSSES.FL.ALPHA", 0.25, "Focal loss: constant factor alpha.", above=0),
@@ -44,7 +41,7 @@ def focal_loss(logits: torch.Tensor, targets: torch.Tensor, alpha: float = 0.25,
 
 
 @LOSS_REGISTRY.register()
-class FocalLoss(nn.Module):
+class FocalLoss(ConfiguredLoss):
     """Focal loss of the ``cls_outputs`` of a head; see ``focal_loss``.
 
     Args:
@@ -53,17 +50,12 @@ class FocalLoss(nn.Module):
     """
 
     loss_name = "loss_focal"
+    section = "FL"
     indexes_classes = True
 
     def __init__(self, *, alpha: float = 0.25, gamma: float = 2.0, scale: float = 1.0) -> None:
         super().__init__()
         self.alpha, self.gamma, self.scale = alpha, gamma, scale
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "FocalLoss":
-        """Build the loss configured in ``MODEL.LOSSES.FL``."""
-        fl = cfg.MODEL.LOSSES.FL
-        return cls(alpha=fl.ALPHA, gamma=fl.GAMMA, scale=fl.SCALE)
 
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
         return self.scale * focal_loss(outputs["cls_outputs"], targets, alpha=self.alpha, gamma=self.gamma)

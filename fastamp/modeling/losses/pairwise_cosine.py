@@ -1,14 +1,11 @@
 """Circle loss and pairwise CosFace: losses over the cosine similarities of all pairs in a batch."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.config import Key
-from fastamp.modeling.losses.build import LOSS_REGISTRY
+from fastamp.modeling.losses.build import LOSS_REGISTRY, ConfiguredLoss
 
 KEYS = (
     Key("MODEL.LOSSES.CIRCLE.MARGIN", 0.25, "Circle loss: relaxation margin m of the cosine similarities.", low=0),
@@ -91,7 +88,7 @@ def pairwise_cosface(
     return log_sum_exp_loss(-gamma * cosines, gamma * (cosines + margin), *_pair_masks(targets))
 
 
-class _PairwiseCosineLoss(nn.Module):
+class _PairwiseCosineLoss(ConfiguredLoss):
     """Base class of losses over the cosine similarities of ``features``.
 
     Args:
@@ -111,12 +108,7 @@ class CircleLoss(_PairwiseCosineLoss):
     """Circle loss of the ``features`` of a head; see ``pairwise_circle_loss``."""
 
     loss_name = "loss_circle"
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "CircleLoss":
-        """Build the loss configured in ``MODEL.LOSSES.CIRCLE``."""
-        circle = cfg.MODEL.LOSSES.CIRCLE
-        return cls(margin=circle.MARGIN, gamma=circle.GAMMA, scale=circle.SCALE)
+    section = "CIRCLE"
 
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
         return self.scale * pairwise_circle_loss(outputs["features"], targets, margin=self.margin, gamma=self.gamma)
@@ -127,12 +119,7 @@ class Cosface(_PairwiseCosineLoss):
     """Pairwise CosFace of the ``features`` of a head; see ``pairwise_cosface``."""
 
     loss_name = "loss_cosface"
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "Cosface":
-        """Build the loss configured in ``MODEL.LOSSES.COSFACE``."""
-        cosface = cfg.MODEL.LOSSES.COSFACE
-        return cls(margin=cosface.MARGIN, gamma=cosface.GAMMA, scale=cosface.SCALE)
+    section = "COSFACE"
 
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
         return self.scale * pairwise_cosface(outputs["features"], targets, margin=self.margin, gamma=self.gamma)

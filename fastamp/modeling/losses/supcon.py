@@ -1,14 +1,11 @@
 """Supervised contrastive loss."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.config import Key
-from fastamp.modeling.losses.build import LOSS_REGISTRY
+from fastamp.modeling.losses.build import LOSS_REGISTRY, ConfiguredLoss
 
 KEYS = (
     Key(
@@ -49,7 +46,7 @@ def supcon_loss(features: torch.Tensor, targets: torch.Tensor, *, temperature: f
 
 
 @LOSS_REGISTRY.register()
-class SupConLoss(nn.Module):
+class SupConLoss(ConfiguredLoss):
     """Supervised contrastive loss of the ``features`` of a head; see ``supcon_loss``.
 
     Args:
@@ -58,17 +55,12 @@ class SupConLoss(nn.Module):
     """
 
     loss_name = "loss_supcon"
+    section = "SUPCON"
     over_pairs = True
 
     def __init__(self, *, temperature: float = 0.1, scale: float = 1.0) -> None:
         super().__init__()
         self.temperature, self.scale = temperature, scale
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "SupConLoss":
-        """Build the loss configured in ``MODEL.LOSSES.SUPCON``."""
-        supcon = cfg.MODEL.LOSSES.SUPCON
-        return cls(temperature=supcon.TEMPERATURE, scale=supcon.SCALE)
 
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
         return self.scale * supcon_loss(outputs["features"], targets, temperature=self.temperature)
