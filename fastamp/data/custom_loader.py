@@ -146,7 +146,7 @@ def as_train_loader(loader: Any, cfg: Any) -> Any:
         return CustomTrainLoader.wrap(loader, batch_size=cfg.SOLVER.IMS_PER_BATCH, pin_memory=on_cuda, seed=cfg.SEED)
     raise ConfigError(
         f"build_train_loader returned {type(loader).__name__} without {', '.join(missing)}.\n"
-        "  fix: return the result of build_reid_train_loader(cfg, train_set=...), or a torch.utils.data.DataLoader"
+        "  fix: return the result of build_custom_train_loader(cfg, dataset), or a torch.utils.data.DataLoader"
     )
 
 

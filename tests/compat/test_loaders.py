@@ -17,7 +17,7 @@ from fastamp.fastreid.data import CommDataset, build_reid_test_loader, build_rei
 from fastamp.fastreid.data.datasets import DATASET_REGISTRY
 from fastamp.fastreid.data.datasets.bases import ImageDataset
 from fastamp.fastreid.data.transforms import build_transforms
-from fastamp.fastreid.evaluation import ReidEvaluator
+from fastamp.fastreid.evaluation import DatasetEvaluator, ReidEvaluator
 from fastamp.fastreid.utils.checkpoint import Checkpointer
 from fastamp.fastreid.utils.logger import setup_logger
 from fastamp.utils import comm
@@ -137,6 +137,17 @@ def test_evaluator_whose_constructor_does_not_call_that_of_its_base_class():
         evaluator.reset()
         evaluator.process(batch, features)
         assert len(evaluator._predictions) == 1
+
+
+def test_methods_of_evaluators_that_are_never_called_give_a_warning(recwarn):
+    def method(self):
+        pass
+
+    for name in ("preprocess_inputs", "evaluates"):
+        with pytest.warns(UserWarning, match=f"Mine.{name} .*"):
+            type("Mine", (DatasetEvaluator,), {name: method})
+    type("Mine", (ReidEvaluator,), {"process": method, "compute_recall": method, "_process": method})
+    assert not recwarn
 
 
 ITEMS = [(f"{number}.jpg", f"{'ab'[number % 2]}_{number % 6}", number % 3) for number in range(48)]

@@ -4,13 +4,15 @@ import json
 import warnings
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import tiny
 import torch
 
 from fastamp.fastreid.config import get_cfg
+from fastamp.fastreid.data import build_reid_test_loader
 from fastamp.fastreid.engine import DefaultTrainer, HookBase, TrainerBase, hooks
-from fastamp.fastreid.evaluation import inference_on_dataset
+from fastamp.fastreid.evaluation import DatasetEvaluator, inference_on_dataset
 from fastamp.fastreid.solver import build_lr_scheduler
 from fastamp.fastreid.utils.events import EventWriter, JSONWriter, get_event_storage
 
@@ -291,3 +293,44 @@ def test_methods_that_are_never_called_give_a_warning(subtests):
         class CalledHook(HookBase):
             def after_step(self):
                 pass
+
+
+class Pairs(torch.utils.data.Dataset):
+    """Images without labels, which belong to one label per pair, as in FastFace."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return {"images": torch.full((3, 64, 32), float(index))}
+
+
+class PairEvaluator(DatasetEvaluator):
+    def __init__(self, cfg, labels, output_dir=None):
+        self.labels = labels
+
+    def reset(self):
+        self.count = 0
+
+    def process(self, inputs, outputs):
+        self.count += len(outputs)
+
+    def evaluate(self):
+        return OrderedDict({"metric": 100.0 * (self.count == 2 * len(self.labels))})
+
+
+class PairTrainer(DefaultTrainer):
+    @classmethod
+    def build_test_loader(cls, cfg, dataset_name):
+        return build_reid_test_loader(cfg, test_set=Pairs())[0], np.array([0, 1, 1])
+
+    @classmethod
+    def build_evaluator(cls, cfg, dataset_name, output_dir=None):
+        data_loader, labels = cls.build_test_loader(cfg, dataset_name)
+        return data_loader, PairEvaluator(cfg, labels, output_dir)
+
+
+def test_test_loader_with_labels_for_an_own_evaluator(cfg):
+    trainer = PairTrainer(cfg)
+    assert trainer.evaluate()["Demo"]["metric"] == 100.0
+    assert trainer.data_loader.dataset.img_items[0][1] == "demo_1"

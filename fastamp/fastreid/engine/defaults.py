@@ -19,6 +19,7 @@ from fastamp.engine.hooks import BestMetric
 from fastamp.engine.hooks import LRScheduler as ScheduleHook
 from fastamp.engine.setup import default_setup
 from fastamp.engine.train_loop import HookBase as CoreHook
+from fastamp.fastreid.data.build import build_reid_test_loader, build_reid_train_loader
 from fastamp.fastreid.engine import hooks
 from fastamp.fastreid.engine.train_loop import (
     AMPTrainer,
@@ -167,9 +168,22 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
         return with_num_categories(cls.auto_scale_hyperparams(*adapt_to_training_set(cfg, dataset)), dataset)
 
     @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> Any:
+        """Build the training loader; see ``build_reid_train_loader``."""
+        return build_reid_train_loader(cfg)
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
+        """Build a test loader; see ``build_reid_test_loader``. An override may return only the loader."""
+        return build_reid_test_loader(cfg, dataset_name)
+
+    @classmethod
     def _build_test_loaders(cls, cfg: CfgNode) -> dict[str, tuple[Any, int]]:
-        loaders = super()._build_test_loaders(cfg).items()
-        return {name: test if isinstance(test, tuple) else (test, 0) for name, test in loaders}
+        loaders = {}
+        for name, test in super()._build_test_loaders(cfg).items():
+            loader, second = test if isinstance(test, tuple) else (test, 0)
+            loaders[name] = loader, second if isinstance(second, int) else 0  # or labels for an own evaluator
+        return loaders
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_dir: str | None = None) -> Any:  # type: ignore[override]
