@@ -192,7 +192,9 @@ def _compare(
     backbone = [key for key in weights if key.startswith(backbone_prefix)] or weights  # a model without a backbone
     backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
     loaded, classifier_keys = set(matched), classifiers(model)
-    other_shape = [key for key in converted if key in classifier_keys and key in model_state and key not in loaded]
+    other_shape = [key for key in converted if key in model_state and key not in loaded]
+    # A model without classes has empty classifiers, also those that no head lists.
+    other_shape = [key for key in other_shape if key in classifier_keys or model_state[key].numel() == 0]
     return ImportReport(
         source,
         matched=matched,

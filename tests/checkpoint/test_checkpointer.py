@@ -239,6 +239,12 @@ def test_classifier_with_another_shape_is_not_loaded():
     assert "(100%) of the model's tensors" in str(report) and "number of identities" not in str(report)
 
 
+def test_empty_tensors_of_a_model_without_classes_are_not_loaded():
+    model, state = nn.Linear(4, 0, bias=False), {"weight": torch.ones(9, 4)}
+    report = load_model_state(model, state, source="x", min_match=0)
+    assert report.not_needed == ["weight"] and model.weight.shape == (0, 4)
+
+
 def test_resume_rejects_bare_weights_and_checkpoints_of_other_models(tmp_path):
     bare = save(Model().state_dict(), tmp_path / "bare.pth")
     with pytest.raises(WeightsError, match="bare.pth.*model, part"):

@@ -11,9 +11,10 @@ import torch
 
 from fastamp.fastreid.config import get_cfg
 from fastamp.fastreid.data import build_reid_test_loader
-from fastamp.fastreid.engine import DefaultTrainer, HookBase, TrainerBase, hooks
+from fastamp.fastreid.engine import AMPTrainer, DefaultTrainer, HookBase, TrainerBase, hooks
 from fastamp.fastreid.evaluation import DatasetEvaluator, inference_on_dataset
 from fastamp.fastreid.solver import build_lr_scheduler
+from fastamp.fastreid.utils.checkpoint import Checkpointer
 from fastamp.fastreid.utils.events import EventWriter, JSONWriter, get_event_storage
 
 pytestmark = pytest.mark.integration
@@ -334,3 +335,90 @@ def test_test_loader_with_labels_for_an_own_evaluator(cfg):
     trainer = PairTrainer(cfg)
     assert trainer.evaluate()["Demo"]["metric"] == 100.0
     assert trainer.data_loader.dataset.img_items[0][1] == "demo_1"
+
+
+class AssembledTrainer(DefaultTrainer):
+    """Trainer that builds its parts itself, as FastFace's."""
+
+    loop = AMPTrainer
+
+    def __init__(self, cfg):
+        TrainerBase.__init__(self)
+        loader = self.build_train_loader(cfg)
+        self.cfg = cfg = self.auto_scale_hyperparams(cfg, loader.dataset.num_classes)
+        model = self.build_model(cfg)
+        optimizer, parameters = self.build_optimizer(cfg, model)
+        self._trainer = self.loop(model, loader, optimizer, parameters)
+        self.iters_per_epoch = len(loader.dataset) // cfg.SOLVER.IMS_PER_BATCH
+        self.scheduler = self.build_lr_scheduler(cfg, optimizer, self.iters_per_epoch)
+        self.checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, optimizer=optimizer, **self.scheduler)
+        self.start_epoch, self.max_epoch = 0, cfg.SOLVER.MAX_EPOCH
+        self.register_hooks(self.build_hooks())
+
+    def build_hooks(self):
+        built = super().build_hooks()
+        built.append(Rates())
+        return built
+
+
+class OwnLoop(AMPTrainer):
+    """Loop with a step of its own."""
+
+    def run_step(self):
+        losses = self.model(next(self._data_loader_iter))
+        self.optimizer.zero_grad()
+        sum(losses.values()).backward()
+        self.optimizer.step()
+        self._write_metrics(losses, 0.0)
+
+
+def test_loop_with_an_own_step_is_run_by_the_default_trainer(cfg, tmp_path):
+    class Trainer(AssembledTrainer):
+        loop = OwnLoop
+
+    trainer = Trainer(cfg)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    assert not all(map(torch.equal, before, trainer.model.parameters()))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.json").read_text().splitlines()]
+    assert any("total_loss" in row and "loss_cls" in row for row in rows)
+
+
+def test_trainer_that_builds_its_parts_trains_and_resumes_like_the_default(cfg):
+    weights = []
+    for number, trainer_class in enumerate((DefaultTrainer, AssembledTrainer)):
+        for epochs, resume in ((1, False), (2, True)):
+            torch.manual_seed(0)
+            values = {"SOLVER.MAX_EPOCH": epochs, "OUTPUT_DIR": f"{cfg.OUTPUT_DIR}{number}", "SOLVER.AMP.ENABLED": True}
+            trainer = trainer_class(cfg.with_values(values))
+            trainer.resume_or_load(resume)
+            trainer.train()
+        weights.append(trainer.model.state_dict())
+    own_hooks = [hook for hook in trainer._hooks if isinstance(hook, Rates)]
+    assert len(own_hooks) == 1 and len(own_hooks[0].rates) == trainer.max_iter - trainer.start_iter > 0
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items()) and weights[0]
+
+
+class PlainEvaluator(DatasetEvaluator):
+    """Evaluator without a result ``metric``, as PartialReID's."""
+
+    def reset(self):
+        self.images = 0
+
+    def process(self, inputs, outputs):
+        self.images += len(outputs)
+
+    def evaluate(self):
+        return {"Rank-1": 20.0, "mAP": float(self.images)}
+
+
+class PlainTrainer(DefaultTrainer):
+    @classmethod
+    def build_evaluator(cls, cfg, dataset_name, output_dir=None):
+        return cls.build_test_loader(cfg, dataset_name)[0], PlainEvaluator()
+
+
+def test_best_model_of_an_evaluator_without_metric_is_selected_by_map(cfg):
+    trainer = PlainTrainer(cfg)
+    results = trainer.train()
+    assert results["Rank-1"] == 20 and trainer.eval_hook.best == results["mAP"] > 0

@@ -50,7 +50,7 @@ class BestMetric:
             if short_name != name and (metrics is None or short_name in metrics):
                 return cls(short_name, (dataset,))
         if all(metrics is None or name in metrics for metrics in reported.values()):
-            is_reid = all(metrics is None or "mAP" in metrics for metrics in reported.values())
+            is_reid = all(metrics is not None and "mAP" in metrics for metrics in reported.values())
             return cls(name, tuple(reported)) if is_reid else cls(name, tuple(reported), meaning="")
         known = [metrics for metrics in reported.values() if metrics is not None]
         common = [metric for metric in known[0] if all(metric in metrics for metrics in known)]

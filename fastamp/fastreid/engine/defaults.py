@@ -1,9 +1,10 @@
 """FastReID's default trainer and predictor."""
 
 import inspect
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode
 from fastamp.data.build import with_num_categories, with_num_classes
-from fastamp.engine import defaults
+from fastamp.engine import defaults, train_loop
 from fastamp.engine.evaluation import EvaluationOutput, check_test_set
 from fastamp.engine.hooks import BestMetric
 from fastamp.engine.hooks import LRScheduler as ScheduleHook
+from fastamp.engine.run_state import labels_checksum
 from fastamp.engine.setup import default_setup
 from fastamp.engine.train_loop import HookBase as CoreHook
 from fastamp.fastreid.data.build import build_reid_test_loader, build_reid_train_loader
@@ -36,6 +38,8 @@ from fastamp.fastreid.utils.events import EventStorage, RunStorage
 from fastamp.modeling import adapt_to_training_set, build_model
 from fastamp.utils import comm
 from fastamp.utils.arguments import default_argument_parser
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "AMPTrainer",
@@ -58,7 +62,8 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
     """Trainer with the methods, signatures and attributes of FastReID's, which a subclass may override.
 
     Hooks that derive from FastReID's ``HookBase`` have this trainer as ``trainer``. Attributes that are not found here
-    are those of the training loop, e.g. ``iter``.
+    are those of the training loop, e.g. ``iter``. The ``__init__`` of a subclass may build the model, the loader, the
+    optimizer and ``_trainer`` itself, and call ``TrainerBase.__init__(self)``: ``build_hooks`` builds what is missing.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -67,34 +72,54 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__(cfg)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Call the methods that a subclass overrides."""
         self.storage: EventStorage = RunStorage(self.trainer, self.writers)
         self.register_hooks([MethodsHook(self, Points)])
-        if overrides(type(self), "run_step", DefaultTrainer):
+        if overrides(type(self), "run_step", DefaultTrainer) or isinstance(self.trainer, TrainerBase):
             vars(self.trainer)["run_step"] = self._run_own_step
 
     def __getattr__(self, name: str) -> Any:
         if name == "trainer":  # not built yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name == "start_epoch":  # first epoch of the run; above 0 after a resume
+            return self.trainer.start_iter // self.trainer.iters_per_epoch
+        if name in ("max_epoch", "max_iter"):
+            return self.cfg.SOLVER.MAX_EPOCH * (1 if name == "max_epoch" else self.trainer.iters_per_epoch)
         return getattr(self.trainer, name)
+
+    def _complete(self) -> None:
+        """Build what the ``__init__`` of a subclass has not built."""
+        loop = vars(self)["_trainer"]
+        model, loader, optimizers = loop.model, loop.data_loader, list(loop.optimizers)
+        if type(loop) in (SimpleTrainer, AMPTrainer):  # with the options of the config
+            kind = getattr(train_loop, type(loop).__name__)
+            loop = kind.from_config(self.cfg, model=model, data_loader=loader, optimizers=optimizers)
+        else:
+            vars(loop)["train"] = partial(train_loop.SimpleTrainer.train, loop)  # from an iteration instead of an epoch
+
+        def build_trainer() -> Any:
+            loop.set_data(-(-self.data_loader.iters_per_epoch // loop.accum_steps), labels_checksum(self.data_loader))
+            return loop
+
+        given = {
+            "build_train_loader": lambda cfg: loader,
+            "build_model": lambda cfg: model,
+            "build_optimizers": lambda: {"optimizer": optimizers[0]},
+            "build_trainer": build_trainer,
+            "build_hooks": list,
+        }
+        vars(self).update(given)
+        super().__init__(self.cfg)
+        for name in (*given, "_trainer"):
+            del vars(self)[name]
+        self._connect()
 
     @cached_property
     def _trainer(self) -> "_Loop":
         return _Loop(self.trainer, self.storage)
-
-    @property
-    def start_epoch(self) -> int:
-        """First epoch of the run; above 0 after a resume."""
-        return self.trainer.start_iter // self.trainer.iters_per_epoch
-
-    @property
-    def max_epoch(self) -> int:
-        """Number of epochs."""
-        return self.cfg.SOLVER.MAX_EPOCH
-
-    @property
-    def max_iter(self) -> int:
-        """Number of iterations."""
-        return self.max_epoch * self.trainer.iters_per_epoch
 
     def register_hooks(self, hooks_: Iterable[CoreHook | None]) -> None:
         """Register hooks; None is ignored."""
@@ -125,6 +150,8 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
 
     def build_hooks(self) -> list[CoreHook]:
         """Build the hooks; ``build_lr_scheduler`` of a subclass replaces the learning rate schedule."""
+        if "trainer" not in vars(self):
+            self._complete()
         built = super().build_hooks()
         if not overrides(type(self), "build_lr_scheduler", DefaultTrainer):
             return built
@@ -210,8 +237,9 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
     def build_best_metric(self) -> BestMetric:
         """Parse ``SOLVER.BEST_METRIC``; the metrics of a ``test`` of a subclass are not known."""
         if overrides(type(self), "test", DefaultTrainer):
-            return BestMetric.by_name(self.cfg.SOLVER.BEST_METRIC, dict.fromkeys(self.test_loaders))
-        return super().build_best_metric()
+            return _BestMetric.by_name(self.cfg.SOLVER.BEST_METRIC, dict.fromkeys(self.test_loaders))
+        metric = super().build_best_metric()
+        return _BestMetric(metric.metric, metric.datasets, metric.meaning)
 
     def evaluate_loaders(self, policy: PrecisionPolicy, loaders: dict[str, tuple[Any, int]]) -> EvaluationOutput:
         """Evaluate the model on the test sets in ``loaders``; by ``test`` if a subclass overrides it."""
@@ -219,6 +247,20 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
             return super().evaluate_loaders(policy, loaders)
         results = _results_by_dataset(self.test(self.cfg, self.model), self.test_loaders)
         return EvaluationOutput(results if comm.is_main_process() else {})
+
+
+class _BestMetric(BestMetric):
+    """Metric that selects the best model, also if an evaluator does not report ``metric``: mAP, or its first number."""
+
+    def of(self, results: Mapping[str, Mapping[str, Any]]) -> float:
+        """Compute the mean of the metric over ``datasets``; see ``BestMetric.of``."""
+        reported = [results[name] for name in self.datasets]
+        if self.metric != "metric" or all("metric" in metrics for metrics in reported):
+            return super().of(results)
+        numbers = [name for name, value in reported[0].items() if isinstance(value, int | float)]
+        metric = next((name for name in ("mAP", *numbers) if all(name in metrics for metrics in reported)), "metric")
+        logger.info("the results have no 'metric': model_best.pth is selected by %s", metric)
+        return BestMetric(metric, self.datasets, "").of(results)
 
 
 class _Loop:
@@ -229,7 +271,7 @@ class _Loop:
         storage: storage of the run.
 
     Attributes:
-        used: set to True by ``run_step``.
+        used: set by ``run_step``, to False if a subclass of FastReID's ``SimpleTrainer`` computes the step.
     """
 
     def __init__(self, loop: Any, storage: EventStorage) -> None:
@@ -240,7 +282,7 @@ class _Loop:
 
     def run_step(self) -> None:
         """Run one iteration of the training loop."""
-        self.used = True
+        self.used = type(self._loop).run_step is train_loop.SimpleTrainer.run_step
         type(self._loop).run_step(self._loop)
 
     @property

@@ -54,6 +54,8 @@ class TrainerBase(Points, train_loop.TrainerBase):
     """Training loop with FastReID's arguments; a subclass defines ``run_step``."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        if not isinstance(self, TrainerBase):
+            return  # a DefaultTrainer whose __init__ builds its parts
         super().__init__(*args, **options)
         self.storage: EventStorage = RunStorage(self)
         self.register_hooks([MethodsHook(self, Points)])
