@@ -30,12 +30,12 @@ from fastamp.utils.errors import DataError, UserError
 def test_empty_file(tmp_path, name, read):
     path = tmp_path / name
     path.touch()
-    with pytest.raises(UserError, match=rf"{name}.*: the file is empty"):
+    with pytest.raises(UserError, match=rf"{name}.* empty"):
         read(str(path))
 
 
 def test_empty_first_line_of_a_table_is_no_empty_file(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text("\na.jpg,1\n")
-    with pytest.raises(DataError, match="the first line is empty"):
+    with pytest.raises(DataError, match="path,pid"):
         CsvDataset(path)

@@ -59,7 +59,7 @@ def test_checked_autocast_raises_if_no_operation_runs_in_low_precision():
     chosen = make(ENABLED=True, DTYPE="bfloat16")
     with chosen.checked_autocast():
         model(torch.ones(1, 4))
-    with pytest.raises(TrainingError, match="no operation in bfloat16"), chosen.checked_autocast():
+    with pytest.raises(TrainingError, match="SOLVER.AMP .*bfloat16"), chosen.checked_autocast():
         torch.ones(3).exp()
 
 
@@ -94,7 +94,7 @@ def test_resolve_device_rejects_unknown_device_names():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_resolve_device_raises_if_cuda_is_not_available():
-    with pytest.raises(ConfigError, match=r"MODEL.DEVICE is 'cuda'"):
+    with pytest.raises(ConfigError, match=r"MODEL.DEVICE .*'cuda'"):
         resolve_device("cuda")
 
 

@@ -297,7 +297,7 @@ def test_missing_column_lists_the_available_ones(tmp_path):
 )
 def test_tracklet_with_several_identities_or_cameras_is_named(video, build, column, kind):
     file = lines_changed(video, tracklet=column)
-    with pytest.raises(DataError, match=rf"tracklet \S+ of csv:.* has several {kind} and "):
+    with pytest.raises(DataError, match=rf"csv:.* {kind} and "):
         build(config(file))
 
 

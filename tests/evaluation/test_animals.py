@@ -244,7 +244,7 @@ def test_threshold_cannot_be_chosen_without_known_validation_queries():
     with pytest.raises(DataError, match=r"TEST\.ANIMALS\.VALIDATION"):
         compute_metrics(queries[test], gallery, ids.select(test, slice(None)), protocol("animals_open")).metrics()
     kept = ids.columns["validation"][1] == 0
-    with pytest.raises(DataError, match="none of the"):
+    with pytest.raises(DataError, match=r"TEST\.ANIMALS\.THRESHOLD"):
         compute_metrics(queries, gallery[kept], ids.select(slice(None), kept), protocol("animals_open")).metrics()
 
 

@@ -77,10 +77,10 @@ def test_missing_column_is_an_error_that_lists_the_available_ones(same_outfit):
 
 
 def test_group_by_a_missing_column_also_offers_the_camera():
-    with pytest.raises(DataError, match=r"TEST.GROUP_BY=Camera(.|\n)*available columns: camera, species"):
+    with pytest.raises(DataError, match=r"TEST.GROUP_BY=Camera(.|\n)*camera, species"):
         Protocol(group_by="Camera").check_columns(["species"])
     # Protocols cannot use the camera as a column.
-    with pytest.raises(DataError, match=r"available columns: species\n"):
+    with pytest.raises(DataError, match=r": species\n"):
         Protocol(rule="cloth_changing").check_columns(["species"])
 
 
@@ -111,7 +111,7 @@ def test_evaluator_error_lists_columns_of_the_batch(same_outfit):
     queries, gallery, ids = random_set(3)
     found, count = evaluator(same_outfit, len(queries)), len(queries) + len(gallery)
     extra = {"species": torch.zeros(count), "tags": [()] * count, "viewids": torch.zeros(count)}
-    with pytest.raises(DataError, match="available columns: species\n"):
+    with pytest.raises(DataError, match=": species\n"):
         found.process(batch_of(ids, **extra), torch.cat((queries, gallery)))
 
 

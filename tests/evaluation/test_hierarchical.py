@@ -66,5 +66,5 @@ def test_identities_are_found_and_degenerate_inputs_are_outliers():
     assert quality.clusters == 7 and quality.purity == 1
     assert hdbscan(csr_matrix((1, 1)), min_samples=4).tolist() == [-1]
     assert "HDBSCAN" in str(options) and "DBSCAN, eps" in str(Clustering())
-    with pytest.raises(ConfigError, match="clustering method"):
+    with pytest.raises(ConfigError, match="'kmeans'"):
         Clustering(method="kmeans")

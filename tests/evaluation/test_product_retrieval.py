@@ -73,7 +73,7 @@ def test_image_without_another_of_its_class_is_excluded_or_a_miss():
     )
     assert (plain["num_query_without_match"], first_hit["num_query_without_match"]) == (1, 0)
     assert plain["Recall@1"] * 4 == pytest.approx(first_hit["Recall@1"] * 5)
-    with pytest.raises(NoMatchError, match="only one image"):
+    with pytest.raises(NoMatchError, match=r"\b5 "):
         compute_metrics(features, features[:0], identities(range(5), []), Protocol(rule="recall_at_k"))
 
 

@@ -16,6 +16,7 @@ from fastamp.evaluation.query_expansion import TARGETS
 from fastamp.evaluation.rerank import VARIANTS
 from fastamp.layers.distance import METRICS, pairwise_distance
 from fastamp.utils.errors import ConfigError, NoMatchError
+from fastamp.utils.registry import DuplicateNameError
 
 
 def test_ranking_is_unchanged_if_queries_are_split_into_spans(monkeypatch):
@@ -169,7 +170,7 @@ def test_registered_protocol_can_be_named_in_a_config(register):
     register("mine", RankingRule(text="mine, {0.num_trials} trials", junk=None))
     try:
         assert "mine, 10 trials" in protocol("TEST.PROTOCOL", "mine").describe()
-        with pytest.raises(KeyError, match="already registered"):
+        with pytest.raises(DuplicateNameError, match="TEST.PROTOCOL: 'mine'"):
             PROTOCOL_REGISTRY.register("mine")(RankingRule(text="other", junk=None))
     finally:
         del RULES["mine"]

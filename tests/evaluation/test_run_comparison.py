@@ -121,14 +121,14 @@ def test_sets_of_different_names_are_compared_if_their_queries_are_the_same(runs
 
 def test_other_queries_are_an_error(runs, rankings, tmp_path):
     paths = [f"{number}.jpg" for number in range(1, 61)]
-    with pytest.raises(DataError, match=r"0\.jpg of identity 0; .*3\.jpg of identity 0") as caught:
+    with pytest.raises(DataError, match=r"0\.jpg.*3\.jpg") as caught:
         compare_runs(runs[0], write_run(tmp_path / "c", rankings[1], paths))
     assert "fix:" in str(caught.value)
 
 
 def test_other_identities_are_an_error(runs, rankings, tmp_path):
     paths = [f"{number}.jpg" for number in range(60)]
-    with pytest.raises(DataError, match="only in"):
+    with pytest.raises(DataError, match=r"60.*0\.jpg.*60.*0\.jpg"):
         compare_runs(runs[0], write_run(tmp_path / "c", rankings[1], paths, pids=PIDS + 1))
 
 
@@ -146,7 +146,7 @@ def test_one_identity_is_an_error(rankings):
 
 
 def test_missing_folder_and_missing_results_are_errors(runs, tmp_path):
-    with pytest.raises(ConfigError, match="run folder"):
+    with pytest.raises(ConfigError, match="OUTPUT_DIR"):
         compare_runs(runs[0], tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"TEST\.PER_QUERY=on"):
@@ -165,7 +165,7 @@ def test_damaged_results_are_errors(runs, file, content):
 def test_results_of_two_evaluations_in_one_folder_are_an_error(runs):
     (runs[0] / "evaluation/Some/queries.csv").replace(runs[1] / "evaluation/Some/queries.csv")
     (runs[0] / "evaluation/Some/queries.csv").write_bytes((runs[1] / "evaluation/Some/queries.csv").read_bytes())
-    with pytest.raises(DataError, match="different evaluations"):
+    with pytest.raises(DataError, match=r"queries\.csv.*per_query\.npz"):
         compare_runs(*runs)
 
 

@@ -175,7 +175,7 @@ def test_extraction_raises_if_parts_folder_is_a_link(predictor, images, tmp_path
         (tmp_path / "first.npz.parts").rename(elsewhere)
     (tmp_path / "out.npz.parts").symlink_to(elsewhere)
     before = contents(tmp_path)
-    with pytest.raises(ConfigError, match="link to .*elsewhere"):
+    with pytest.raises(ConfigError, match=r"out\.npz\.parts.*elsewhere"):
         extract(predictor, images, tmp_path / "out.npz")
     assert contents(tmp_path) == before and (tmp_path / "out.npz.parts").is_symlink()
 
@@ -299,7 +299,7 @@ def test_extraction_and_search_name_a_folder_that_is_not_writable(predictor, ima
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
     with pytest.raises(ConfigError, match=r"out\.npz"):
         extract(predictor, images, tmp_path / "out.npz")
-    with pytest.raises(ConfigError, match=r"(?s)not writable.*--index"):
+    with pytest.raises(ConfigError, match=r"(?s)images\.\w+\.npz.*--index"):
         open_gallery(images, of=predictor)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
 

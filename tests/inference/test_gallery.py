@@ -287,7 +287,7 @@ def test_damaged_galleries_and_other_models_are_errors(tmp_path):
     folder = tmp_path / "a.gallery"
     with MutableGallery(folder, model()) as gallery:
         gallery.add([Item("a")], np.ones((1, WIDTH)))
-    with pytest.raises(DataError, match="different model"):
+    with pytest.raises(DataError, match="model.pth(.|\n)*other.pth"):
         create_or_open(folder, GalleryModel(WIDTH, "cosine", "other", "other.pth"))
     assert len(create_or_open(folder, model())) == 1
     with sqlite3.connect(folder / "items.db") as connection:
@@ -346,7 +346,7 @@ def test_changes_are_not_acknowledged_if_a_file_is_removed_before_or_during_the_
                 )
             else:
                 remove()
-            with pytest.raises(WriteError, match="removed or replaced|cannot use"):
+            with pytest.raises(WriteError, match=r"\.gallery"):
                 gallery.add([Item("c")], np.ones((1, WIDTH)))
             assert len(gallery) == 2
 
@@ -399,7 +399,7 @@ def test_gallery_and_search_commands(demo, predictor, checkpoint, tmp_path, caps
         run_command(command, "remove", folder, "x")
     with pytest.raises(ConfigError, match="--model"):
         run_command(command, "add", folder, images[0])
-    with pytest.raises(DataError, match="not found"):
+    with pytest.raises(DataError, match="x.jpg"):
         run_command(command, "add", folder, "x.jpg", *options)
 
 
@@ -472,7 +472,7 @@ def test_commands_with_an_exported_model(demo, predictor, tmp_path, capsys):
 def test_wrong_group_is_reported_before_the_model_is_loaded(demo, predictor, tmp_path):
     extraction, _ = extract(predictor, "Demo", tmp_path / "a.npz", splits=["query"])
     image = build_dataset("Demo").query[0].path
-    with pytest.raises(ConfigError, match="no column 'specie'"):
+    with pytest.raises(ConfigError, match="'specie'.*identity, camera"):
         run_command(search_command, "damaged.pth", image, "--gallery", extraction.path, "--group-by", "specie")
     with pytest.raises(WeightsError):  # the group exists, but not the model
         run_command(search_command, "damaged.pth", image, "--gallery", extraction.path, "--group-by", "identity")
@@ -517,5 +517,5 @@ def test_items_that_another_process_adds_meanwhile_are_skipped_or_replaced(repla
     assert [cameras[path] for path in paths] == ["slow" if replace else "fast"] * 2 + ["slow"] * 2
     nearest = gallery.search(predictor.require_features(paths), 1).columns["id"][:, 0]
     assert nearest.tolist() == paths
-    with pytest.raises(DataError, match="in the gallery already"):
+    with pytest.raises(DataError, match="1 of 1 "):
         gallery.add([Item(paths[0])], np.ones((1, gallery.width), np.float32))

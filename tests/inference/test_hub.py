@@ -1,6 +1,7 @@
 """Tests of uploads to the Hub and downloads from it, through a local server with the Hub's API."""
 
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -135,7 +136,7 @@ def test_only_weights_and_config_are_downloaded(hub, model):
 )
 def test_repository_without_a_packaged_model_is_rejected_before_downloading(hub, files):
     hub.add("user/other", files)
-    with pytest.raises(HubError, match="not a model of fastamp"):
+    with pytest.raises(HubError, match="user/other .*config.yaml"):
         fastamp.from_pretrained("user/other")
     assert not [request for request in hub.requests if "/resolve/" in request]
 
@@ -159,7 +160,7 @@ def test_hub_models_are_sources_of_commands(hub, model, demo, run_folder, tmp_pa
 def test_private_models_need_a_token(hub, packaged, monkeypatch):
     hub.add("user/secret", {name: (packaged / name).read_bytes() for name in FILES}, private=True)
     download("user/secret")
-    with pytest.raises(HubError, match="not found"):
+    with pytest.raises(HubError, match="user/secret"):
         download("user/secret", token=False)
     download("user/secret", token=fake_hub.TOKEN)
     with pytest.raises(HubError, match="token"):
@@ -176,13 +177,13 @@ def test_gated_models_are_explained(hub, packaged):
 
 
 def test_models_that_do_not_exist_and_recipes_are_explained(hub):
-    with pytest.raises(HubError, match="not found"):
+    with pytest.raises(HubError, match="user/nothing"):
         fastamp.from_pretrained("user/nothing")
     with pytest.raises(HubError, match="recipe"):
         fastamp.from_pretrained("Market1501/sbs_R50-ibn")
     before = len(hub.requests)
     for name in ("logs/run/model_best.pth", "model", "https://example.org/x", "../x/y", "user/name/", "user/a b"):
-        with pytest.raises(HubError, match="neither an existing path"):
+        with pytest.raises(HubError, match=re.escape(repr(name))):
             fastamp.from_pretrained(name)
     assert len(hub.requests) == before
 
@@ -197,9 +198,9 @@ def test_without_connection_the_cached_files_are_used_with_a_warning(hub, model,
     with caplog.at_level(logging.WARNING, "fastamp"):
         assert fastamp.from_pretrained("user/model") is not None
     assert "cannot reach" in caplog.text and commit in caplog.text
-    with pytest.raises(HubError, match="cannot reach"):
+    with pytest.raises(HubError, match=r"127\.0\.0\.1:9"):
         download("user/other")
-    with pytest.raises(HubError, match="cannot reach"):
+    with pytest.raises(HubError, match=r"127\.0\.0\.1:9"):
         download("user/model", revision="v2")
     with pytest.raises(HubError, match="cache"):
         download("user/other", local_files_only=True)
@@ -217,7 +218,7 @@ def test_local_paths_have_precedence_and_no_revision(hub, model, packaged, elsew
     assert str(fastamp.from_pretrained("user/model").checkpoint) == "user/model/model.safetensors"
     assert not hub.requests
     assert "cache" in str(fastamp.from_pretrained("hf://user/model").checkpoint)
-    with pytest.raises(HubError, match="local path"):
+    with pytest.raises(HubError, match="revision='main'"):
         fastamp.from_pretrained("user/model", revision="main")
     with pytest.raises(WeightsError, match="nowhere"):
         fastamp.from_pretrained(packaged.parent / "nowhere.pth")
@@ -225,7 +226,7 @@ def test_local_paths_have_precedence_and_no_revision(hub, model, packaged, elsew
 
 def test_upload_without_write_permission_or_with_an_invalid_card(hub, packaged, tmp_path):
     hub.fail["POST /api/repos/create"] = (403, "", "You don't have the rights to create a model under this namespace")
-    with pytest.raises(HubError, match=r"403(.|\n)*write permission"):
+    with pytest.raises(HubError, match="403"):
         upload(packaged, "company/model")
     hub.fail = {"POST /api/validate-yaml": (400, "", "bad license")}
     with pytest.raises(HubError, match=r"README\.md"):

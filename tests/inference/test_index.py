@@ -127,7 +127,7 @@ def test_loading_a_damaged_index_raises(gallery, tmp_path):
 
 
 def test_failed_index_write_leaves_no_file(gallery, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="existing folder"):
+    with pytest.raises(ConfigError, match=r"no/a\.index"):
         build_index(gallery, tmp_path / "no" / "a.index")
 
     class Full:
@@ -150,7 +150,7 @@ def test_failed_index_write_leaves_no_file(gallery, tmp_path, monkeypatch):
 def test_invalid_arguments_for_index_search_and_build_raise(gallery, tmp_path):
     index = build_index(gallery, tmp_path / "a.index")
     for k, effort in ((0, None), (1, 0)):
-        with pytest.raises(ConfigError, match="at least 1"):
+        with pytest.raises(ConfigError, match="k=|effort="):
             index.search(np.zeros((1, 16)), k, effort=effort)
     for features in (np.zeros((1, 15)), np.full((1, 16), np.nan), np.zeros(16)):
         with pytest.raises(DataError, match=r"\(Q, 16\)"):

@@ -90,7 +90,7 @@ def test_extraction_uses_the_column_of_a_csv_file(predictor, folder, tmp_path):
     torch.testing.assert_close(
         torch.from_numpy(np.array(extraction.features)), predictor(IMAGES, modality=WORDS), rtol=1e-4, atol=1e-4
     )
-    with pytest.raises(ConfigError, match="no column 'modality'"):
+    with pytest.raises(ConfigError, match="'modality'(.|\n)*MODEL.BACKBONE.MODALITY"):
         extract(predictor, folder, tmp_path / "other.npz", num_workers=0)
 
 

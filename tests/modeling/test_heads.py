@@ -43,7 +43,7 @@ def test_embedding_head_raises_for_invalid_pooling_class_count_or_neck_feat():
         make(pool_layer="Identity")(x, targets)
     with pytest.raises(ConfigError, match="POOL_LAYER=Flatten.*64.*8 x 4 x 2.* 8"):
         make(pool_layer="Flatten")(x, targets)
-    with pytest.raises(ConfigError, match="NUM_CLASSES is 0"):
+    with pytest.raises(ConfigError, match="MODEL.HEADS.NUM_CLASSES"):
         make(num_classes=0)(x, targets)
     assert make(num_classes=0).eval()(x).shape == (2, 8)
     with pytest.raises(ConfigError, match="NECK_FEAT: .*'between'"):
@@ -75,7 +75,7 @@ def test_clas_head_returns_scaled_logits_in_evaluation_mode(cls_layer):
 def test_clas_head_loads_embedding_head_weights_and_raises_without_classes():
     head, other = ClasHead(feat_dim=8, num_classes=3), make()
     head.load_state_dict(other.state_dict())
-    with pytest.raises(ConfigError, match="NUM_CLASSES is 0"):
+    with pytest.raises(ConfigError, match="MODEL.HEADS.NUM_CLASSES"):
         ClasHead(feat_dim=8, num_classes=0).eval()(torch.randn(2, 8, 4, 2))
 
 

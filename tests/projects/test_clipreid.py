@@ -368,7 +368,7 @@ def test_run_trains_both_stages_and_each_resumes_bit_for_bit(demo_root, monkeypa
     other = DefaultTrainer(run_config(demo_root / "other", *weights))
     other.resume_or_load(resume=False)
     other.model.prompt_learner.identities[2] += 1
-    with pytest.raises(ConfigError, match="1 of 16 differ"):
+    with pytest.raises(ConfigError, match="1 of 16"):
         other.train()
 
 
@@ -407,7 +407,7 @@ def test_bad_input(tmp_path):
     with pytest.raises(ConfigError, match="(?s)missing.gz.*bpe_simple_vocab"):
         build_model(demo("CLIPREID.VOCABULARY", str(tmp_path / "missing.gz")))
     (tmp_path / "damaged.gz").write_bytes(b"damaged")
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="CLIPREID.VOCABULARY.*damaged.gz"):
         build_model(demo("CLIPREID.VOCABULARY", str(tmp_path / "damaged.gz")))
     (tmp_path / "other.txt").write_text("first\none two three\n")
     with pytest.raises(ConfigError, match="line 2"):
@@ -417,9 +417,9 @@ def test_bad_input(tmp_path):
         build_model(
             demo("CLIPREID.VOCABULARY", str(tmp_path / "merges.txt"), "CLIPREID.PROMPT", "X X X X" + " of" * 80)
         )
-    with pytest.raises(ConfigError, match="VOCABULARY is empty"):
+    with pytest.raises(ConfigError, match="CLIPREID.PROMPT.*CLIPREID.VOCABULARY"):
         build_model(demo("CLIPREID.PROMPT", "A photo of a X X X X zebra."))
-    with pytest.raises(ConfigError, match="no 'X X X X'"):
+    with pytest.raises(ConfigError, match="'X X X X'"):
         build_model(demo("CLIPREID.PROMPT", "A photo."))
     with pytest.raises(ConfigError, match="PROJECTION"):
         build_model(demo("MODEL.BACKBONE.PROJECTION", "False", "MODEL.BACKBONE.FEAT_DIM", "128"))
@@ -428,7 +428,7 @@ def test_bad_input(tmp_path):
     with pytest.raises(ConfigError, match="MODEL.COMPILE"):
         build_model(demo("MODEL.COMPILE", "on"))
     opts = clip_file(tmp_path / "clip.pth")
-    with pytest.raises(ConfigError, match="set CLIPREID.TEXT_WIDTH to 16"):
+    with pytest.raises(ConfigError, match=r"CLIPREID\.TEXT_WIDTH 32(.|\n)*CLIPREID\.TEXT_WIDTH to 16"):
         build_model(demo(*opts, "CLIPREID.TEXT_WIDTH", "32"))
     opts = clip_file(tmp_path / "image.pth", **{"token_embedding.weight": None})
     with pytest.raises(ConfigError, match="image.pth"):
@@ -437,12 +437,12 @@ def test_bad_input(tmp_path):
     with pytest.raises(WeightsError, match="proj: file .128, 32., model .128, 64."):
         build_model(demo(*opts))
     model = build_model(demo(classes="0"))
-    with pytest.raises(ConfigError, match="NUM_CLASSES is 0"):
+    with pytest.raises(ConfigError, match="MODEL.HEADS.NUM_CLASSES"):
         model.train()(batch_of(torch.zeros(2, 3, 32, 16), [0, 0]))
 
 
 def test_trainer_refuses_other_models(demo_root):
-    with pytest.raises(ConfigError, match="requires MODEL.META_ARCHITECTURE CLIPReID"):
+    with pytest.raises(ConfigError, match="MODEL.META_ARCHITECTURE CLIPReID"):
         DefaultTrainer(run_config(demo_root / "run", "MODEL.META_ARCHITECTURE", "Baseline"))
 
 

@@ -283,7 +283,7 @@ def test_other_training_set_on_resume(demo):
     trainer.train()
     state = trainer.trainer.state_dict()
     state["graph"]["nearest"] = state["graph"]["nearest"][1:]
-    with pytest.raises(ValueError, match="graph of 15 identities"):
+    with pytest.raises(ValueError, match=r"\b15\b"):
         trainer.trainer.load_state_dict(state)
 
 

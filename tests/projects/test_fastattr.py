@@ -264,7 +264,7 @@ def test_weights_of_a_joint_model_do_not_change_its_reid_features(tmp_path):
 
 
 def test_column_that_does_not_exist_lists_the_columns(tmp_path):
-    with pytest.raises(ConfigError, match="available columns: color, hat"):
+    with pytest.raises(ConfigError, match="'colr'.*color, hat"):
         DefaultTrainer(config(tmp_path, columns="[colr]"))
 
 
@@ -402,10 +402,10 @@ def test_missing_and_invalid_attribute_files_are_data_errors(tmp_path):
     with pytest.raises(DataError, match=r"'age'.*\[5\]"):
         list(Market1501Attr(tmp_path).train)
     (folder / "market_attribute.mat").write_bytes(b"damaged")
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(DataError, match="market_attribute.mat.*truncated"):
         list(Market1501Attr(tmp_path).train)
     (folder / "market_attribute.mat").unlink()
-    with pytest.raises(DataError, match="not found"):
+    with pytest.raises(DataError, match="Market1501Attr: .*market_attribute.mat"):
         list(Market1501Attr(tmp_path).train)
 
 
@@ -427,10 +427,10 @@ def test_pa100k_reads_the_published_layout(tmp_path):
     ]  # fmt: skip
     assert len(dataset.query) == 2 and len(dataset.gallery) == 0 and Path(dataset.query[0].path).is_file()
     savemat(tmp_path / "PA-100K/annotation.mat", content | {"train_label": np.eye(2)})
-    with pytest.raises(DataError, match="3 images and 2 attributes, got 2 x 2"):
+    with pytest.raises(DataError, match="annotation.mat.* 3 .* 2 x 2"):
         list(PA100K(tmp_path).train)
     savemat(tmp_path / "PA-100K/annotation.mat", {"attributes": content["attributes"]})
-    with pytest.raises(DataError, match="no variable 'train_images_name'"):
+    with pytest.raises(DataError, match="'train_images_name'.*attributes"):
         list(PA100K(tmp_path).train)
 
 

@@ -188,7 +188,7 @@ def test_checkpoint_of_fastreid_is_evaluated_and_used_with_class_names(folder, t
     )
     assert DefaultTrainer.test_weights(cfg) == expected
     image = Image.new("RGB", (50, 80), COLORS["blue"])
-    with pytest.raises(ConfigError, match="class names"):
+    with pytest.raises(ConfigError, match="DATASETS.CLASSES"):
         Predictor(cfg).classify(image)
     with pytest.raises(ConfigError, match="DATASETS.CLASSES.* 2 .* 3 "):
         Predictor(cfg.with_values({"DATASETS.CLASSES": ("a", "b")})).classify(image)

@@ -180,7 +180,7 @@ def test_test_set_without_pairs_is_a_data_error(tmp_path, monkeypatch, capsys):
     make_faces(tmp_path)
     (tmp_path / "table.csv").write_text("path,pid,camid,split\nlfw/p0/p0_0001.jpg,1,1,query\n")
     cfg = tiny_recipe(tmp_path / "run", "DATASETS.TESTS", f"csv:{tmp_path / 'table.csv'}")
-    with pytest.raises(DataError, match="no column 'same'"):
+    with pytest.raises(DataError, match="'same'"):
         DefaultTrainer(cfg).train()
 
 
@@ -410,7 +410,7 @@ def test_evaluator_requires_pairs_of_equal_labels(caplog):
         return evaluator.evaluate()
 
     for same in ((), (1, 1), (1, 0, 0, 1), (1, 1, 0, 0, 1)):
-        with pytest.raises(DataError, match=rf"two pairs[\s\S]*got {len(same)} images"):
+        with pytest.raises(DataError, match=rf"'same'[\s\S]* {len(same)} "):
             evaluate(*same)
     assert "Accuracy" in evaluate(1, 1, 0, 0)
     assert "2 pairs are verified in 2 folds instead of 10" in caplog.text
@@ -501,11 +501,11 @@ def test_damaged_bcolz_arrays_are_data_errors(tmp_path, blosc):
         list(read_images(tmp_path / "b"))
     for labels in ([True] * 3, [2, 0, 0, 1]):
         np.save(tmp_path / "a_list.npy", np.array(labels))
-        with pytest.raises(DataError, match="expected 4 labels"):
+        with pytest.raises(DataError, match=r"a_list\.npy.* 4 "):
             read_labels(tmp_path / "a_list.npy", 8)
     for meta in ("{", "{}", '{"shape": [8, 1, 6, 5]}', '{"shape": 3}'):
         (folder / "meta/sizes").write_text(meta)
-        with pytest.raises(DataError, match="not a bcolz array"):
+        with pytest.raises(DataError, match=f"{folder.name} .*bcolz"):
             list(read_images(folder))
 
 

@@ -686,7 +686,7 @@ def test_options_are_checked(tmp_path, monkeypatch):
     file.write_text(f"{KEY}\n")
     assert read_api_key(str(file), "0.0.0.0") == KEY
     assert read_api_key(None, "127.0.0.1") == "" == read_api_key(None, "0.0.0.0", no_key=True)
-    with pytest.raises(ConfigError, match="API key"):
+    with pytest.raises(ConfigError, match="FASTAMP_API_KEY"):
         read_api_key(None, "0.0.0.0")
     monkeypatch.setenv("FASTAMP_API_KEY", KEY)
     assert read_api_key(None, "0.0.0.0") == KEY
@@ -694,5 +694,5 @@ def test_options_are_checked(tmp_path, monkeypatch):
         file.write_bytes(content)
         with pytest.raises(ConfigError):
             read_api_key(str(file), "127.0.0.1")
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="none"):
         read_api_key(str(tmp_path / "none"), "127.0.0.1")

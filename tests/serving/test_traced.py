@@ -56,7 +56,7 @@ def test_features_that_are_not_finite_are_the_error_of_the_predictor(predictor, 
     with torch.no_grad():
         next(predictor.model.parameters()).fill_(torch.nan)
     monkeypatch.setattr("fastamp.serving.traced._compute", lambda *_: torch.full((1, 4), torch.nan))
-    with pytest.raises(DataError, match="not finite"):
+    with pytest.raises(DataError, match="SOLVER.AMP.EVAL_DTYPE"):
         compute([example])
 
 
