@@ -7,7 +7,7 @@ from small_networks import Layers, build, config, count_parameters
 
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.modeling import build_backbone
-from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.errors import WeightsError
 
 V2, V3 = "build_mobilenetv2_backbone", "build_mobilenetv3_backbone"
 
@@ -130,17 +130,3 @@ def test_mobilenet_initial_weight_variance_is_2_over_fan_out(name, depth):
     for module in [backbone.features[0][0], *big]:
         fan_out = module.out_channels * module.kernel_size[0] * module.kernel_size[1]
         assert module.weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.15)
-
-
-@pytest.mark.parametrize("name, depth, choices", [(V2, "1.0", "'1.0x'"), (V3, "large", "'Large'")])
-def test_error_for_unknown_mobilenet_depth_suggests_nearest_depth(name, depth, choices):
-    with pytest.raises(ConfigError, match=rf"MODEL\.BACKBONE\.DEPTH: .*'{depth}'; choices: .*{choices}"):
-        build_backbone(config(name, depth, 1280))
-
-
-@pytest.mark.parametrize("name, depth, width", [(V2, "0.1x", 1280), (V3, "Small", 1024)])
-def test_all_mobilenet_parameters_have_gradients_and_with_nl_is_ignored(name, depth, width, caplog):
-    backbone = build_backbone(config(name, depth, width, "MODEL.BACKBONE.WITH_NL", "True"))
-    backbone(torch.randn(4, 3, 64, 64)).square().mean().backward()
-    assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
-    assert "MODEL.BACKBONE.WITH_NL" in caplog.text

@@ -101,14 +101,6 @@ def test_osnet_ain_has_instance_norm_at_published_positions():
     assert names == {"conv1.bn", "conv2.0.IN", "conv2.1.IN", "conv3.1.IN", "conv4.0.IN"}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_all_osnet_parameters_have_gradients(variant):
-    name, *opts = VARIANTS[variant]
-    backbone = build_backbone(config(name, "x0_25", 128, *opts, "INPUT.CHANNELS", "1"))
-    backbone(torch.randn(4, 1, 64, 32)).square().mean().backward()
-    assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
-
-
 def naive_gate(gate, streams):
     return sum(x * gate.fc2(gate.fc1(F.adaptive_avg_pool2d(x, 1)).relu()).sigmoid() for x in streams)
 
@@ -223,17 +215,6 @@ def test_html_page_downloaded_instead_of_osnet_weights_raises(monkeypatch, tmp_p
 def test_pretrain_of_osnet_variant_without_published_weights_raises():
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.PRETRAIN"):
         build_backbone(config(OSNET, "x0_25", 128, *IBN, "MODEL.BACKBONE.PRETRAIN", "True"))
-
-
-@pytest.mark.parametrize("name", [OSNET, AIN])
-def test_error_for_unknown_osnet_depth_suggests_nearest_depth(name):
-    with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.DEPTH: .*'x1\.0'; choices: .*'x1_0'"):
-        build_backbone(config(name, "x1.0", 512))
-
-
-def test_osnet_ain_warns_about_ignored_options(caplog):
-    build(AIN, "x0_25", 128, *IBN, "MODEL.BACKBONE.WITH_SE", "True")
-    assert "MODEL.BACKBONE.WITH_IBN" in caplog.text and "MODEL.BACKBONE.WITH_SE" in caplog.text
 
 
 @pytest.mark.integration

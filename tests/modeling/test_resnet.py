@@ -2,18 +2,15 @@
 
 import pytest
 import torch
+from small_networks import config
 
-from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
-from fastamp.utils.errors import ConfigError
 
 WIDTHS = {"18x": 512, "34x": 512, "50x": 2048, "101x": 2048, "152x": 2048}
 
 
 def build(depth, *opts):
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.BACKBONE.DEPTH", depth, "MODEL.BACKBONE.FEAT_DIM", str(WIDTHS[depth]), *opts])
-    return build_backbone(cfg)
+    return build_backbone(config("build_resnet_backbone", depth, WIDTHS[depth], *opts))
 
 
 @pytest.mark.integration
@@ -64,10 +61,3 @@ def test_number_of_image_channels_changes_only_first_resnet_convolution(channels
     assert {name: p.shape for name, p in backbone.named_parameters() if name != "conv1.weight"} == {
         name: p.shape for name, p in build("18x").named_parameters() if name != "conv1.weight"
     }
-
-
-def test_error_for_unknown_resnet_depth_suggests_nearest_depth():
-    with pytest.raises(ConfigError, match=r"MODEL.BACKBONE.DEPTH.*'50'.*'50x'"):
-        cfg = get_cfg()
-        cfg.MODEL.BACKBONE.DEPTH = "50"
-        build_backbone(cfg)
