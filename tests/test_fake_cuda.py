@@ -17,7 +17,7 @@ from pml_components import pml_options
 from torch import nn
 
 from fastamp.amp import LossScaler, PrecisionPolicy
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.data.transforms import TRANSFORM_REGISTRY, Augmentation, BatchTransform, build_transforms
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine import SimpleTrainer
@@ -66,9 +66,7 @@ class Batches:
 
 
 def tiny_config(*opts):
-    cfg = get_cfg()
-    cfg.merge_from_list([*tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", str(CLASSES)), *opts])
-    return cfg
+    return read_config("", [*tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", str(CLASSES)), *opts])
 
 
 def make_trainer(cfg, model, dtype=torch.bfloat16, init_scale=65536.0, **options):

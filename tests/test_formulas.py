@@ -11,7 +11,7 @@ import pytest
 import torch
 from naive_ranking import naive, random_set
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.evaluation import Protocol, compute_metrics
 from fastamp.evaluation.query_expansion import QueryExpansion, expand
 from fastamp.evaluation.rerank import ReRankedDistances, ReRanking
@@ -455,8 +455,7 @@ def test_re_ranking_of_equal_features_is_finite(kind):
 @pytest.mark.parametrize("sched", ["MultiStepLR", "CosineAnnealingLR"])
 def test_lr_schedules_match_definitions(sched, base_lr):
     """Step decay by gamma, or cosine (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5), times a linear warm-up."""
-    cfg = get_cfg()
-    cfg.merge_from_list([
+    cfg = read_config("", [
         "SOLVER.SCHED", sched, "SOLVER.EPOCH_SCHEDULE", "absolute", "SOLVER.MAX_EPOCH", "10",
         "SOLVER.STEPS", "[4, 7]", "SOLVER.GAMMA", "0.1", "SOLVER.ETA_MIN_LR", str(1e-3 * base_lr),
         "SOLVER.WARMUP_ITERS", "8", "SOLVER.WARMUP_FACTOR", "0.1",

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from fastamp.amp import requested_device, resolve_device
-from fastamp.config import CfgNode, get_cfg
+from fastamp.config import CfgNode, get_cfg, read_config
 from fastamp.data import build_reid_train_loader
 from fastamp.data.custom_loader import as_train_loader
 from fastamp.engine import default_setup
@@ -50,8 +50,7 @@ def test_unset_device_stays_unset_in_copies_and_merged_configs(monkeypatch):
 def test_setup_logs_one_line_about_the_device_that_replaces_cuda(demo, tmp_path, caplog):
     options = tiny.tiny_options(tmp_path)
     assert options[:2] == ["MODEL.DEVICE", "cpu"]
-    cfg = get_cfg()
-    cfg.merge_from_list(options[2:])
+    cfg = read_config("", options[2:])
     handler, logger = caplog.handler, logging.getLogger("fastamp.engine.setup")
     logger.addHandler(handler)
     try:
@@ -64,8 +63,7 @@ def test_setup_logs_one_line_about_the_device_that_replaces_cuda(demo, tmp_path,
 
 def test_plain_loader_of_a_trainer_needs_no_device(demo, tmp_path):
     """A ``DataLoader`` that ``build_train_loader`` returns is wrapped for the device that replaces cuda."""
-    cfg = get_cfg()
-    cfg.merge_from_list(tiny.tiny_options(tmp_path)[2:])
+    cfg = read_config("", tiny.tiny_options(tmp_path)[2:])
     dataset = build_reid_train_loader(cfg).dataset
     wrapped = as_train_loader(torch.utils.data.DataLoader(dataset, batch_size=16), cfg)
     assert not cfg.is_set("MODEL.DEVICE") and wrapped.iters_per_epoch == 6

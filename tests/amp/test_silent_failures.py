@@ -13,7 +13,7 @@ from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure, Precisio
 from fastamp.amp.checks import NonFiniteParameters
 from fastamp.amp.module_monitor import FIRST_CHECK
 from fastamp.amp.step import SKIP_WINDOW
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.engine import HookBase
 from fastamp.utils.errors import TrainingError
 
@@ -236,8 +236,7 @@ def test_zeroed_backbone_gradients_warn_only_once(caplog):
 @pytest.mark.failure("zero gradients in one module")
 @pytest.mark.parametrize("log_period, expected", [(10, 1), (50, 0)])
 def test_modules_are_checked_every_log_period(caplog, log_period, expected):
-    cfg = get_cfg()
-    cfg.merge_from_list(["LOG_PERIOD", str(log_period)])
+    cfg = read_config("", ["LOG_PERIOD", str(log_period)])
     model, plain = make()
     step = OptimizationStep.from_config(cfg, model, plain.optimizers, PrecisionPolicy("cpu", torch.float32), None)
     run(model, step, 12, hook=lambda number: "zero the backbone" if number >= FIRST_CHECK else None)

@@ -8,19 +8,17 @@ import torchvision
 
 from fastamp.checkpoint import Checkpointer
 from fastamp.checkpoint.layouts import LAYOUTS, block_counts, nearest_layout, transformer_size
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling import build_backbone, build_model
 from fastamp.modeling.infer_config import infer_config
 from fastamp.utils.errors import WeightsError
 
 
 def config(*opts):
-    cfg = get_cfg()
-    cfg.merge_from_list([
+    return read_config("", [
         "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512",
         "MODEL.HEADS.NUM_CLASSES", "4", "INPUT.SIZE_TRAIN", "(64, 32)", "INPUT.SIZE_TEST", "(64, 32)", *opts,
     ])  # fmt: skip
-    return cfg
 
 
 def load_backbone(path, *opts):

@@ -6,7 +6,7 @@ import torch
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.cli import main
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.engine import DefaultTrainer
 from fastamp.inference import Predictor
 from fastamp.modeling import build_model
@@ -29,9 +29,7 @@ EXEMPT = ("heads.weight", "backbone.bn1.num_batches_tracked")
 
 
 def config(*opts):
-    cfg = get_cfg()
-    cfg.merge_from_list([*MODEL, *opts])
-    return cfg
+    return read_config("", [*MODEL, *opts])
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,13 @@ import pytest
 import torch
 import torchvision
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling import build_backbone, build_model
 from fastamp.utils.errors import ConfigError, WeightsError
 
 
 def config(*opts):
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512", *opts])
-    return cfg
+    return read_config("", ["MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512", *opts])
 
 
 def pretrained(path, *opts):

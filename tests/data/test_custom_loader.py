@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.data.custom_loader import CustomTrainLoader, build_custom_test_loader, build_custom_train_loader
 from fastamp.utils import comm
 
@@ -34,8 +34,7 @@ def add(worker):
 
 
 def first_images(*, seed=0, start=0):
-    cfg = get_cfg()
-    cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", "4", "DATALOADER.NUM_WORKERS", "1", "SEED", str(seed)])
+    cfg = read_config("", ["SOLVER.IMS_PER_BATCH", "4", "DATALOADER.NUM_WORKERS", "1", "SEED", str(seed)])
     loader = build_custom_train_loader(cfg, Noise(), sampler=range(8))
     loader.start_at(start)
     return next(iter(loader))["images"].flatten().tolist()
@@ -56,8 +55,7 @@ def test_each_pass_over_a_distributed_sampler_has_another_order(wrapped):
     if wrapped:
         loader = CustomTrainLoader.wrap(DataLoader(Noise(), batch_size=4, sampler=sampler), batch_size=4)
     else:
-        cfg = get_cfg()
-        cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", "4", "DATALOADER.NUM_WORKERS", "0"])
+        cfg = read_config("", ["SOLVER.IMS_PER_BATCH", "4", "DATALOADER.NUM_WORKERS", "0"])
         loader = build_custom_train_loader(cfg, Noise(), sampler=sampler)
     expected = []
     for epoch in range(3):
@@ -75,9 +73,10 @@ def test_wrapped_loader_calls_worker_init_fn():
 
 
 def loader_for(kind):
-    cfg = get_cfg()
-    cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", "2", "DATALOADER.NUM_WORKERS", "1"])
-    cfg.merge_from_list(["TEST.IMS_PER_BATCH", "1", "TEST.NUM_WORKERS", "1"])
+    cfg = read_config("", [
+        "SOLVER.IMS_PER_BATCH", "2", "DATALOADER.NUM_WORKERS", "1", "TEST.IMS_PER_BATCH", "1", "TEST.NUM_WORKERS",
+        "1",
+    ])  # fmt: skip
     if kind == "test":
         return build_custom_test_loader(cfg, Noise())[0]
     if kind == "train":

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import fastamp
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.data import decode
 from fastamp.data.check import check_dataset
 from fastamp.data.datasets.base import ImageDataset
@@ -25,8 +25,7 @@ def smooth(height, width):
 
 
 def transforms(*opts):
-    cfg = get_cfg()
-    cfg.merge_from_list(list(opts))
+    cfg = read_config("", opts)
     return build_transforms(cfg, is_train=False)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.data.build import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageDataset
@@ -65,8 +65,8 @@ def write_sets(folder):
 
 
 def config(*options):
-    cfg = get_cfg()
-    cfg.merge_from_list(
+    return read_config(
+        "",
         [
             "DATASETS.NAMES",
             "('csv:mine.csv',)",
@@ -81,9 +81,8 @@ def config(*options):
             "SEED",
             "5",
             *options,
-        ]
+        ],
     )
-    return cfg
 
 
 CASES = {

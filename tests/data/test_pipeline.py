@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.data import cache as cache_module
 from fastamp.data.build import build_reid_test_loader, build_reid_train_loader
 from fastamp.utils.errors import DataError
@@ -46,9 +46,7 @@ def root(tmp_path, monkeypatch):
 
 
 def config(tmp_path, *opts):
-    cfg = get_cfg()
-    cfg.merge_from_list(tiny.tiny_options(tmp_path / "out", *opts))
-    return cfg
+    return read_config("", tiny.tiny_options(tmp_path / "out", *opts))
 
 
 def batches(cfg, count=6, start_iter=0):

@@ -10,7 +10,7 @@ from PIL import Image
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.transforms import Resize, build_transforms
 from fastamp.data.transforms.geometry import RandomResizedCrop
@@ -53,8 +53,7 @@ def test_test_transforms_equal_fastreid_pipeline(subtests):
     ):
         for mode in sorted(MODES):
             with subtests.test(f"{opts} {mode}"):
-                cfg = get_cfg()
-                cfg.merge_from_list([*opts, "INPUT.INTERPOLATION", mode])
+                cfg = read_config("", [*opts, "INPUT.INTERPOLATION", mode])
                 resize = build_transforms(cfg, is_train=False).resize
                 for image_ in sample_images():
                     expected = as_tensor(fastreid_test_pipeline(cfg, MODES[mode])(image_))
@@ -242,7 +241,6 @@ def test_cache_without_fixed_image_size_raises(market_mixed_sizes, tmp_path):
     ],
 )
 def test_crop_larger_than_test_images_warns(caplog, size, crop, warns):
-    cfg = get_cfg()
-    cfg.merge_from_list(["INPUT.SIZE_TEST", size, "INPUT.CROP", "True", "INPUT.CROP.SIZE", crop])
+    cfg = read_config("", ["INPUT.SIZE_TEST", size, "INPUT.CROP", "True", "INPUT.CROP.SIZE", crop])
     build_transforms(cfg, is_train=False)
     assert ("INPUT.CROP.SIZE" in caplog.text) == warns

@@ -10,7 +10,7 @@ from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 
-from fastamp.config import Key, get_cfg
+from fastamp.config import Key, get_cfg, read_config
 from fastamp.data.transforms import TRANSFORM_REGISTRY, Augmentation, BatchTransform, Resize, build_transforms
 from fastamp.data.transforms.base import on_device, upload
 from fastamp.data.transforms.build import ORDER
@@ -466,8 +466,9 @@ def test_autoaugment_returns_its_input_if_no_image_is_selected(images):
 
 
 def test_autoaugment_and_affine_are_built_from_config():
-    cfg = get_cfg()
-    cfg.merge_from_list(["INPUT.AUTOAUG.ENABLED", "True", "INPUT.AUTOAUG.PROB", "0.1", "INPUT.AFFINE.ENABLED", "True"])
+    cfg = read_config("", [
+        "INPUT.AUTOAUG.ENABLED", "True", "INPUT.AUTOAUG.PROB", "0.1", "INPUT.AFFINE.ENABLED", "True",
+    ])  # fmt: skip
     autoaugment, affine = build_transforms(cfg).augment.transforms
     assert isinstance(autoaugment, AutoAugment) and autoaugment.prob == 0.1
     assert isinstance(affine, RandomAffine) and affine.prob == 1.0

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.engine import DefaultTrainer, HookBase
 
 PROBE = (
@@ -80,7 +80,6 @@ def test_resumed_probe_is_equal_bit_for_bit(probe, demo_root, tmp_path, monkeypa
 
 @pytest.mark.parametrize("recipe", ["finetune/linear_probe.yml", "Demo/linear_probe.yml"])
 def test_recipes_freeze_the_backbone_for_the_whole_training(recipe, pytestconfig):
-    cfg = get_cfg()
-    cfg.merge_from_file(pytestconfig.rootpath / "configs" / recipe)
+    cfg = read_config(pytestconfig.rootpath / "configs" / recipe)
     assert cfg.MODEL.FREEZE_LAYERS == ("backbone",) and cfg.SOLVER.FREEZE_EPOCHS == -1
     assert cfg.MODEL.LORA.RANK == 0

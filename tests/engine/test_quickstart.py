@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.engine import TRAINER_REGISTRY
 from fastamp.modeling import build_model
 from fastamp.solver import build_optimizer
@@ -17,10 +17,9 @@ QUICKSTART = Path(__file__).parents[2] / "configs/Demo/quickstart.yml"
 @pytest.mark.integration
 @pytest.mark.parametrize("trainer_name, amp", [("SimpleTrainer", "off"), ("AMPTrainer", "bf16")])
 def test_quickstart_network_overfits_one_batch(trainer_name, amp):
-    cfg = get_cfg()
-    cfg.merge_from_file(QUICKSTART)
-    cfg.merge_from_list(["SOLVER.AMP", amp, "MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "4"])
-    cfg.merge_from_list(["MODEL.LOSSES.CE.EPSILON", "0.0"])
+    cfg = read_config(QUICKSTART, [
+        "SOLVER.AMP", amp, "MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "4", "MODEL.LOSSES.CE.EPSILON", "0.0",
+    ])  # fmt: skip
     model = build_model(cfg)
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (8, 3, 128, 64), dtype=torch.uint8, generator=generator)

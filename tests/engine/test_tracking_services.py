@@ -9,7 +9,7 @@ from unittest.mock import create_autospec
 import pytest
 import tiny
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.utils.errors import DataError
 from fastamp.utils.trackers import ClearML, TrackedRun
@@ -61,8 +61,7 @@ def numbers(folder):
 
 
 def expected_config(folder):
-    cfg = get_cfg()
-    cfg.merge_from_file(folder / "config.yaml")
+    cfg = read_config(folder / "config.yaml")
     return {key.path: value for key, value in cfg.keys_below()}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.evaluation import Identities, Protocol, compute_metrics, identification
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -20,8 +20,7 @@ FEATURES = torch.from_numpy(REFERENCE["embeddings"])
 
 
 def protocol(name, *options):
-    cfg = get_cfg()
-    cfg.merge_from_list(["TEST.PROTOCOL", name, "TEST.BOOTSTRAP", "0", *options])
+    cfg = read_config("", ["TEST.PROTOCOL", name, "TEST.BOOTSTRAP", "0", *options])
     return Protocol.from_config(cfg)
 
 

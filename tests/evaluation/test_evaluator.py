@@ -12,7 +12,7 @@ from naive_ranking import random_set
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.evaluation import DatasetEvaluator, Protocol, ReidEvaluator, compute_metrics, inference_on_dataset
 from fastamp.evaluation.reid_evaluation import ranking_device
 from fastamp.utils.errors import ConfigError, DataError, TrainingError
@@ -188,16 +188,14 @@ def evaluator_with(features, cfg, folder=None):
 
 def test_evaluator_raises_if_output_folder_cannot_be_created(tmp_path):
     (tmp_path / "taken").write_text("")
-    cfg = get_cfg()
-    cfg.merge_from_list(["TEST.PER_QUERY", "True"])
+    cfg = read_config("", ["TEST.PER_QUERY", "True"])
     with pytest.raises(ConfigError, match="taken"):
         evaluator_with(random_set(3), cfg, str(tmp_path / "taken")).evaluate()
 
 
 def test_evaluator_reorders_shuffled_batches_and_writes_only_requested_files(tmp_path):
     features = random_set(3)
-    cfg = get_cfg()
-    cfg.merge_from_list(["TEST.PER_QUERY", "True", "TEST.ROC", "on"])
+    cfg = read_config("", ["TEST.PER_QUERY", "True", "TEST.ROC", "on"])
     metrics = evaluator_with(features, cfg, str(tmp_path / "Some")).evaluate()
     result = compute_metrics(*features, Protocol.from_config(cfg))
     assert metrics == result.metrics()

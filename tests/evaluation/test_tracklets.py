@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.evaluation import Identities, ReidEvaluator, compute_metrics
 from fastamp.evaluation.tracklets import pool_tracklets
 
@@ -63,8 +63,7 @@ def test_reducing_batches_first_gives_the_same_result(pool, size):
 
 
 def evaluate(columns, size, *opts):
-    cfg = get_cfg()
-    cfg.merge_from_list(["TEST.BASELINES", "True", *opts])
+    cfg = read_config("", ["TEST.BASELINES", "True", *opts])
     evaluator = ReidEvaluator(cfg, NUM_QUERY)
     images = torch.randint(256, (40, 3, 8, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     for rows in torch.arange(40).split(size):

@@ -21,7 +21,7 @@ import torch
 from dataset_trees import mat, write
 from PIL import Image
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.data.build import build_reid_test_loader
 from fastamp.evaluation import Identities, Protocol, ReidEvaluator, compute_metrics
 
@@ -57,8 +57,7 @@ def evaluate(root, name, tracks, monkeypatch, *options):
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (8, 16)).save(root / path)
             features[str(root / path)] = feature
-    cfg = get_cfg()
-    cfg.merge_from_list(["DATALOADER.NUM_WORKERS", 0, "MODEL.DEVICE", "cpu", "INPUT.SIZE_TEST", (16, 8), *options])
+    cfg = read_config("", ["DATALOADER.NUM_WORKERS", 0, "MODEL.DEVICE", "cpu", "INPUT.SIZE_TEST", (16, 8), *options])
     loader, num_query = build_reid_test_loader(cfg, name)
     evaluator = ReidEvaluator(cfg, num_query)
     evaluator.protocol = Protocol(rule=cfg.TEST.PROTOCOL, ranks=RANKS, resamples=0)

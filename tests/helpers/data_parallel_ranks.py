@@ -9,7 +9,7 @@ from forked import run_forked
 from torch.nn.parallel import DistributedDataParallel
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling import build_model
 from fastamp.utils import comm
 
@@ -19,8 +19,7 @@ STEPS, IMAGES = 4, 8
 def train(folder: Path, kind: str) -> None:
     """Train the tiny model and save its state on this rank as ``kind_RANK.pth``."""
     torch.manual_seed(0)
-    cfg = get_cfg()
-    cfg.merge_from_list(tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", "4"))
+    cfg = read_config("", tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", "4"))
     model = build_model(cfg)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     step = OptimizationStep(model, [optimizer], scaler=LossScaler())

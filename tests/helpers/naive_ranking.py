@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.evaluation import Identities, Protocol
 
 REFERENCE = Path(__file__).parents[1] / "reference/ranking"
@@ -77,6 +77,5 @@ def rows_of(result):
 
 def protocol(*opts):
     """Build the protocol of the default config with the given keys and values."""
-    cfg = get_cfg()
-    cfg.merge_from_list(list(opts))
+    cfg = read_config("", opts)
     return Protocol.from_config(cfg)

@@ -15,7 +15,7 @@ import torch
 from ranks import Fault, RecordSteps
 from torch import nn
 
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.engine import DefaultTrainer, HookBase, default_setup, launch
 from fastamp.modeling import build_losses, build_model
 from fastamp.modeling.losses.build import LOSS_REGISTRY
@@ -108,8 +108,9 @@ def train(kind: type[DefaultTrainer], folder: Path, options: tuple[str, ...], fa
 def loss_gradients(name: str, *, gather: bool) -> dict[str, torch.Tensor]:
     """Compute the gradients of a loss for this process's part of a batch, averaged over the processes."""
     generator = torch.Generator().manual_seed(0)
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(CLASSES), "MODEL.BACKBONE.FEAT_DIM", str(WIDTH), *LOSSES[name]])
+    cfg = read_config("", [
+        "MODEL.HEADS.NUM_CLASSES", str(CLASSES), "MODEL.BACKBONE.FEAT_DIM", str(WIDTH), *LOSSES[name],
+    ])  # fmt: skip
     torch.manual_seed(0)
     losses = build_losses(cfg).double()
     features = torch.randn(IMAGES, WIDTH, generator=generator, dtype=torch.float64)

@@ -5,15 +5,15 @@ import math
 import torch
 import torch.nn.functional as F
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling import build_backbone
 
 
 def config(name, depth, width, *opts):
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.BACKBONE.NAME", name, "MODEL.BACKBONE.DEPTH", depth])
-    cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", str(width), "MODEL.DEVICE", "cpu", *opts])
-    return cfg
+    return read_config("", [
+        "MODEL.BACKBONE.NAME", name, "MODEL.BACKBONE.DEPTH", depth, "MODEL.BACKBONE.FEAT_DIM", str(width),
+        "MODEL.DEVICE", "cpu", *opts,
+    ])  # fmt: skip
 
 
 def build(*args):

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fastamp.config import CfgNode, get_cfg
+from fastamp.config import CfgNode, read_config
 from fastamp.demo import DEMO_VERSION, generate_demo
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import BACKBONE_REGISTRY
@@ -97,9 +97,7 @@ def tiny_options(output_dir: Path, *opts: str) -> list[str]:
 
 def tiny_config(output_dir: Path, *opts: str) -> CfgNode:
     """Build the config of ``tiny_options``."""
-    cfg = get_cfg()
-    cfg.merge_from_list(tiny_options(output_dir, *opts))
-    return cfg
+    return read_config("", tiny_options(output_dir, *opts))
 
 
 def train(output_dir: Path, *opts: str) -> None:

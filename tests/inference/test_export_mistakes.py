@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import fastamp
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.data.transforms import Resize
 from fastamp.inference.export import ExportError, export, preprocessing, quantize, trace
 from fastamp.inference.export.preprocessing import Preprocessing
@@ -48,8 +48,7 @@ def predictor(demo, tmp_path_factory):
     """Function (backbone, options) -> Predictor with random weights."""
 
     def build(backbone, *opts):
-        cfg = get_cfg()
-        cfg.merge_from_list([
+        cfg = read_config("", [
             "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.NAME", f"build_{backbone}_backbone",
             "MODEL.BACKBONE.FEAT_DIM", str(tiny.WIDTH), "INPUT.SIZE_TEST", str(SIZE), "INPUT.SIZE_TRAIN", str(SIZE),
             "DATASETS.NAMES", "('Demo',)", "DATASETS.TESTS", "('Demo',)", *opts,

@@ -5,7 +5,7 @@ import tiny
 import torch
 
 from fastamp.checkpoint.load_state import load_model_state
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
 from fastamp.modeling.losses.center import CenterLoss, center_loss
@@ -38,12 +38,10 @@ def test_center_loss_weight_does_not_change_center_updates(scale):
 
 
 def config(*opts):
-    cfg = get_cfg()
-    cfg.merge_from_list([
+    return read_config("", [
         "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.NAME", "build_tiny_backbone", "MODEL.BACKBONE.FEAT_DIM", str(tiny.WIDTH),
         "MODEL.HEADS.NUM_CLASSES", "3", "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'CenterLoss')", *opts,
     ])  # fmt: skip
-    return cfg
 
 
 @pytest.mark.parametrize("neck_feat, width", [("before", tiny.WIDTH), ("after", 8)])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling.backbones import BACKBONE_REGISTRY
 from fastamp.modeling.infer_config import backbone_prefixes, infer_config
 from fastamp.utils.errors import WeightsError
@@ -26,8 +26,7 @@ def unavailable_backbone(monkeypatch):
 
 
 def test_infer_config_skips_registered_backbone_that_cannot_be_built(unavailable_backbone, caplog):
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.WITH_IBN", "False"])
+    cfg = read_config("", ["MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.WITH_IBN", "False"])
     with torch.device("meta"):
         backbone = BACKBONE_REGISTRY.build("build_resnet_backbone", cfg)
     state = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}

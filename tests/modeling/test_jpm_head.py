@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.load_state import load_model_state
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.modeling import build_backbone, build_heads, build_losses, build_model
 from fastamp.modeling.backbones.vit import DEPTHS, Depth
 from fastamp.modeling.heads import EmbeddingHead, JPMHead
@@ -22,15 +22,13 @@ def config(monkeypatch):
     monkeypatch.setitem(DEPTHS, "base", Depth(None, width=16, blocks=3, heads=2))
 
     def build(*opts):
-        cfg = get_cfg()
-        cfg.merge_from_list([
+        return read_config("", [
             "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "base",
             "MODEL.BACKBONE.FEAT_DIM", "16", "MODEL.BACKBONE.STRIDE_SIZE", "(12, 12)",
             "MODEL.HEADS.NAME", "JPMHead", "MODEL.HEADS.NUM_CLASSES", "3", "MODEL.HEADS.WITH_BNNECK", "True",
             "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss')", "MODEL.LOSSES.TRI.HARD_MINING", "True",
             "INPUT.SIZE_TRAIN", "(64, 40)", "INPUT.SIZE_TEST", "(64, 40)", *opts,
         ])  # fmt: skip
-        return cfg
 
     return build
 

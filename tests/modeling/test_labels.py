@@ -9,7 +9,7 @@ import torch
 from fake_cuda import fake_cuda, to_fake_cuda
 from torch import nn
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling import LOSS_REGISTRY, build_model
 from fastamp.utils.errors import DataError
 
@@ -26,8 +26,7 @@ class IgnoringLoss(nn.Module):
 
 
 def make_model(*opts, classes=CLASSES):
-    cfg = get_cfg()
-    cfg.merge_from_list([*tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", str(classes), *opts)])
+    cfg = read_config("", [*tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", str(classes), *opts)])
     return build_model(cfg)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastamp.checkpoint.load_state import load_model_state
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.modeling import build_backbone, build_model
 from fastamp.modeling.infer_config import infer_config
 from fastamp.modeling.losses import cross_entropy_loss
@@ -19,13 +19,11 @@ PUBLISHED = {"average": 0, "drop": 4, "whole": 1, "upper": 2, "lower": 3}
 
 
 def config(*opts):
-    cfg = get_cfg()
-    cfg.merge_from_list([
+    return read_config("", [
         "MODEL.META_ARCHITECTURE", "LightMBN", "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.NAME", "build_osnet_backbone",
         "MODEL.BACKBONE.DEPTH", "x0_25", "MODEL.BACKBONE.FEAT_DIM", "128", "MODEL.HEADS.EMBEDDING_DIM", str(D),
         "MODEL.HEADS.NUM_CLASSES", "3", "MODEL.HEADS.WITH_BNNECK", "True", *opts,
     ])  # fmt: skip
-    return cfg
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import tiny
 import torch
 
 from fastamp.checkpoint.load_state import load_model_state
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling import build_model
 from fastamp.modeling.infer_config import infer_config
 from fastamp.modeling.losses import cross_entropy_loss, triplet_loss
@@ -16,13 +16,11 @@ TARGETS = torch.tensor([0, 0, 1, 1])
 
 
 def config(*opts):
-    cfg = get_cfg()
-    cfg.merge_from_list([
+    return read_config("", [
         "MODEL.META_ARCHITECTURE", "MGN", "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.DEPTH", "18x",
         "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.HEADS.EMBEDDING_DIM", "8", "MODEL.HEADS.NUM_CLASSES", "2",
         "MODEL.HEADS.WITH_BNNECK", "True", "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss')", *opts,
     ])  # fmt: skip
-    return cfg
 
 
 @pytest.fixture(scope="module")

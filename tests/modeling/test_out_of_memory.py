@@ -9,7 +9,7 @@ import train_net
 
 from fastamp.amp.device_errors import is_out_of_memory
 from fastamp.cli import main
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.modeling import BACKBONE_REGISTRY, build_model, out_of_memory
 from fastamp.utils import env
 from fastamp.utils.errors import ConfigError
@@ -22,9 +22,7 @@ def build_unchecked_backbone(cfg):
 
 
 def config(*opts):
-    cfg = get_cfg()
-    cfg.merge_from_list(tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", "7", *opts))
-    return cfg
+    return read_config("", tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", "7", *opts))
 
 
 def test_out_of_memory_error_contains_config_key_and_memory_sizes(monkeypatch):

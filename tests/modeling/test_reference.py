@@ -10,7 +10,7 @@ import reference_weights
 import torch
 
 from fastamp.checkpoint.load_state import load_model_state
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling import build_model
 
 pytestmark = pytest.mark.integration
@@ -28,10 +28,10 @@ FEATURES_ONLY = ["Market1501/bagtricks_vit.yml"]
 
 def reference_model(name, *overrides):
     recipe, *options = name.split(" ")
-    cfg = get_cfg()
-    cfg.merge_from_file(ROOT / "configs" / recipe)
-    cfg.merge_from_list([*options, *overrides, "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "751"])
-    cfg.merge_from_list(["MODEL.DEVICE", "cpu", "SOLVER.AMP", "off"])
+    cfg = read_config(ROOT / "configs" / recipe, [
+        *options, *overrides, "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "751", "MODEL.DEVICE",
+        "cpu", "SOLVER.AMP", "off",
+    ])  # fmt: skip
     return build_model(cfg)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling.losses import build_losses
 from fastamp.modeling.losses.supcon import SupConLoss, supcon_loss
 
@@ -31,8 +31,7 @@ def test_supcon_loss_is_float32_under_autocast(dtype):
 
 
 def test_supcon_loss_uses_temperature_and_scale_from_config():
-    cfg = get_cfg()
-    cfg.merge_from_list([
+    cfg = read_config("", [
         "MODEL.LOSSES.NAME", "SupConLoss", "MODEL.LOSSES.SUPCON.TEMPERATURE", "0.5", "MODEL.LOSSES.SUPCON.SCALE", "2",
     ])  # fmt: skip
     loss = build_losses(cfg)["loss_supcon"]

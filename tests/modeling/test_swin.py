@@ -10,7 +10,7 @@ from torchvision.ops import StochasticDepth
 
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling import build_backbone
 from fastamp.modeling.backbones import vit
 from fastamp.modeling.backbones.swin import DEPTHS, Depth, Swin
@@ -106,8 +106,7 @@ def test_checkpointing_changes_neither_features_nor_gradients(name, amp, monkeyp
     images, results = torch.randn(2, 3, 64, 32), []
     for checkpointing in ("False", "True"):
         torch.manual_seed(0)
-        cfg = get_cfg()
-        cfg.merge_from_list([
+        cfg = read_config("", [
             "MODEL.BACKBONE.NAME", name, "MODEL.BACKBONE.DEPTH", depth, "MODEL.BACKBONE.FEAT_DIM", width,
             "MODEL.BACKBONE.DROP_PATH_RATIO", "0.5", "MODEL.BACKBONE.CHECKPOINTING", checkpointing,
             "INPUT.SIZE_TRAIN", "(64, 32)",

@@ -11,7 +11,7 @@ import reference_weights
 import torch
 
 from fastamp.checkpoint.load_state import load_model_state
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling import build_model
 from fastamp.solver import build_lr_schedule
 
@@ -25,11 +25,10 @@ def reference(origin, name):
 
 
 def recipe(path, *opts):
-    cfg = get_cfg()
-    cfg.merge_from_file(ROOT / "configs" / path)
-    cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "751"])
-    cfg.merge_from_list(["MODEL.DEVICE", "cpu", "SOLVER.AMP", "off", *opts])
-    return cfg
+    return read_config(ROOT / "configs" / path, [
+        "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "751", "MODEL.DEVICE", "cpu", "SOLVER.AMP",
+        "off", *opts,
+    ])  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)

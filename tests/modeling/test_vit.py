@@ -8,7 +8,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer as TimmTransformer
 
 from fastamp.checkpoint.load_state import load_model_state
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling import build_backbone, build_heads
 from fastamp.modeling.backbones.vit import DEPTHS, Depth, VisionTransformer, resize_positions
 from fastamp.utils.errors import ConfigError, DataError, WeightsError
@@ -27,10 +27,10 @@ def tiny(**options):
 
 
 def config(*opts):
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.FEAT_DIM", "768"])
-    cfg.merge_from_list(["MODEL.BACKBONE.DEPTH", "base", *opts])
-    return cfg
+    return read_config("", [
+        "MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.FEAT_DIM", "768", "MODEL.BACKBONE.DEPTH", "base",
+        *opts,
+    ])  # fmt: skip
 
 
 @pytest.fixture
@@ -329,9 +329,10 @@ def test_head_with_identity_pooling_returns_vit_class_token(tiny_base):
     ],
 )
 def test_loading_vit_tensors_of_wrong_shape_raises(name, shape):
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small"])
-    cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", "384"])
+    cfg = read_config("", [
+        "MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small", "MODEL.BACKBONE.FEAT_DIM",
+        "384",
+    ])  # fmt: skip
     backbone = build_backbone(cfg)
     with pytest.raises(WeightsError, match=f"{name}: file"):
         load_model_state(backbone, backbone.state_dict() | {name: torch.ones(shape)}, source="x", backbone_prefix="")

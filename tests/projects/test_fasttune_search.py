@@ -19,7 +19,7 @@ import train_net
 import tune_net
 from autotuner.search import read_outcomes
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.data.build import build_dataset
 from fastamp.inference import Predictor
 
@@ -122,8 +122,7 @@ def test_fasttune_search_completes_with_each_algorithm_and_scheduler(demo, tmp_p
     assert list(predictor.cfg.DATASETS.TESTS) == [name]
     assert (output / "trials.png").read_bytes()[1:4] == b"PNG"
 
-    best = get_cfg()
-    best.merge_from_file(str(output / "best_config.yaml"))
+    best = read_config(str(output / "best_config.yaml"))
     assert float(rows[0]["SOLVER.BASE_LR"]) == best.SOLVER.BASE_LR
     assert int(rows[0]["IDENTITIES"]) * best.DATALOADER.NUM_INSTANCE == best.SOLVER.IMS_PER_BATCH
     assert best.DATASETS.NAMES == best.DATASETS.TESTS == (name,) and best.SOLVER.AMP.DTYPE == "bfloat16"
@@ -377,8 +376,7 @@ def test_killed_or_terminated_search_keeps_results_and_resumes(demo, tmp_path, h
     output_text, _ = process.communicate(timeout=240)
     assert process.returncode == (-signal.SIGKILL if how == "killed" else 128 + signal.SIGTERM), output_text
     assert len(trials(output)) >= 2 and all(row["score"] for row in trials(output))
-    best = get_cfg()
-    best.merge_from_file(str(output / "best_config.yaml"))
+    best = read_config(str(output / "best_config.yaml"))
     assert float(trials(output)[0]["SOLVER.BASE_LR"]) == best.SOLVER.BASE_LR
     if how != "killed":
         return

@@ -5,7 +5,7 @@ import pytest
 from autotuner.space import IDENTITIES, SHORT_NAMES, Parameter, Space, default_space, read_space
 from autotuner.tune_hooks import EvalRounds
 
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.config.defaults import KEYS
 from fastamp.utils.errors import ConfigError
 
@@ -182,8 +182,7 @@ def test_narrowed_search_space_surrounds_values_of_best_trial(tmp_path):
     ],
 )
 def test_default_search_space_is_found_by_recipe_name(config_file, name):
-    cfg = get_cfg()
-    cfg.merge_from_file(config_file)
+    cfg = read_config(config_file)
     path = default_space(config_file)
     assert path.stem == name
     read_space(path, cfg)

@@ -14,15 +14,13 @@ from autotuner.trial import TrialSettings, output_dir, ray_trial, run_trial
 from autotuner.tune_hooks import EvalRounds
 from file_tracker import read_calls
 
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 
 pytestmark = pytest.mark.integration
 
 
 def config(output, *opts):
-    cfg = get_cfg()
-    cfg.merge_from_list(tiny.tiny_options(output, "SOLVER.MAX_EPOCH", "4", "TEST.EVAL_PERIOD", "2", *opts))
-    return cfg
+    return read_config("", tiny.tiny_options(output, "SOLVER.MAX_EPOCH", "4", "TEST.EVAL_PERIOD", "2", *opts))
 
 
 class Reports(list):

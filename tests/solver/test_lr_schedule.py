@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.solver import build_lr_schedule, build_optimizer
 from fastamp.utils.errors import ConfigError
 
@@ -213,9 +213,10 @@ def test_schedule_matches_fastreid_v0_1_1_and_v1_0_0(release, update, counting, 
 
 
 def ramped(*options):
-    cfg = get_cfg()
-    cfg.merge_from_list(["SOLVER.SCHED", "RampedExponentialLR", "SOLVER.WARMUP_EPOCHS", "15", *options])
-    cfg.merge_from_list(["SOLVER.WARMUP_FACTOR", "0.01", "SOLVER.GAMMA", "0.8", "SOLVER.ETA_MIN_LR", "9e-6"])
+    cfg = read_config("", [
+        "SOLVER.SCHED", "RampedExponentialLR", "SOLVER.WARMUP_EPOCHS", "15", *options, "SOLVER.WARMUP_FACTOR", "0.01",
+        "SOLVER.GAMMA", "0.8", "SOLVER.ETA_MIN_LR", "9e-6",
+    ])  # fmt: skip
     schedule = build_lr_schedule(cfg, 10)
     return [schedule.learning_rate(1e-3, epoch=epoch, steps_taken=10 * epoch) for epoch in range(30)]
 

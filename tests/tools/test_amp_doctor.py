@@ -11,7 +11,7 @@ import train_net
 import yaml
 from torch import nn
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.diagnostics.doctor import diagnose
 from fastamp.diagnostics.doctor_report import FOLDER
 from fastamp.modeling import BACKBONE_REGISTRY
@@ -118,8 +118,7 @@ def test_doctor_finds_overflow_that_occurs_after_first_test_batch(demo, tmp_path
 
 
 def test_max_images_limits_number_of_images_evaluated_by_doctor(demo, tmp_path):
-    cfg = get_cfg()
-    cfg.merge_from_list(options(tmp_path, "1"))
+    cfg = read_config("", options(tmp_path, "1"))
     found = diagnose(cfg, dtypes=[torch.bfloat16], max_images=15)
     assert found.images[0] <= 15 and found.images[1] == 30 and found.float32.metrics["mAP"] > 0
 

@@ -12,7 +12,7 @@ import torch
 import torchvision
 
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.config import CfgNode, get_cfg, read_config
+from fastamp.config import CfgNode, read_config
 from fastamp.modeling import build_backbone, build_model
 from fastamp.modeling.infer_config import infer_config
 from fastamp.utils.errors import WeightsError
@@ -35,8 +35,7 @@ REPVGG = (
 
 
 def model(*opts, seed=0):
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "5", *opts])
+    cfg = read_config("", ["MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "5", *opts])
     torch.manual_seed(seed)
     made = build_model(cfg)
     for name, value in made.state_dict().items():  # no buffer or bias keeps its initial value
@@ -196,9 +195,10 @@ def test_import_of_clip_weights_suggests_prefix_of_image_encoder(tmp_path, capsy
 
 
 def test_import_of_dino_vit_weights_suggests_and_accepts_teacher_prefix(tmp_path, capsys):
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small"])
-    cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", "384", "INPUT.SIZE_TEST", "(224, 224)"])
+    cfg = read_config("", [
+        "MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small", "MODEL.BACKBONE.FEAT_DIM",
+        "384", "INPUT.SIZE_TEST", "(224, 224)",
+    ])  # fmt: skip
     state = build_backbone(cfg).state_dict()
     content = {"teacher": below("backbone.", state), "student": below("module.backbone.", state)}
     assert run(tmp_path, content) == 2

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.layers.norm import build_norm
 from fastamp.modeling import build_model
 from fastamp.utils import comm
@@ -42,8 +42,7 @@ def wrap(monkeypatch):
 
 
 def tiny_model(*opts):
-    cfg = get_cfg()
-    cfg.merge_from_list(tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", "4", *opts))
+    cfg = read_config("", tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", "4", *opts))
     return build_model(cfg)
 
 

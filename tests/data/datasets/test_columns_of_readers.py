@@ -9,7 +9,7 @@ import pytest
 import torch
 from dataset_trees import TREES, under, write
 
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.data.build import build_dataset
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.datasets.items import PackedItems
@@ -184,9 +184,7 @@ def test_agreidv2_list_selects_the_test_images(root):
 
 
 def config(key, value):
-    cfg = get_cfg()
-    cfg.merge_from_list([f"DATASETS.{key.replace('__', '.')}", value])
-    return cfg
+    return read_config("", [f"DATASETS.{key.replace('__', '.')}", value])
 
 
 @pytest.mark.parametrize(
