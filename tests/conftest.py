@@ -21,6 +21,7 @@ import tiny
 import torch
 
 from fastamp.engine import DefaultTrainer
+from fastamp.inference import Predictor
 from fastamp.utils import registry
 from fastamp.utils.resources import resource_folder
 
@@ -126,6 +127,11 @@ def run_folder(demo_root, tmp_path_factory):
 def checkpoint(run_folder):
     """``model_best.pth`` of ``run_folder``."""
     return run_folder / "model_best.pth"
+
+
+@pytest.fixture(scope="module")
+def predictor(checkpoint):
+    return Predictor(checkpoint, device="cpu")
 
 
 @pytest.fixture(autouse=True)

@@ -40,21 +40,6 @@ def iterations(output_dir):
     return [json.loads(line)["iteration"] for line in (output_dir / "metrics.json").read_text().splitlines()]
 
 
-class Killed(Exception):
-    """Raised to simulate a killed process: no checkpoint is saved after it."""
-
-
-class Kill(HookBase):
-    """Raise ``Killed`` in the middle of an epoch."""
-
-    def __init__(self, at):
-        self.at = at
-
-    def before_step(self):
-        if self.trainer.iter == self.at:
-            raise Killed
-
-
 class Interrupt(HookBase):
     """Send a signal to this process in the middle of an epoch."""
 
@@ -206,8 +191,8 @@ def test_resume_after_simulated_kill_within_an_epoch_is_bit_identical(demo, tmp_
     cfg = tiny.tiny_config(
         tmp_path / "resumed", *options, "SOLVER.CHECKPOINT_ITERS", "4", "SOLVER.CHECKPOINT_KEEP", "2"
     )
-    with pytest.raises(Killed):
-        run(cfg, Kill(at=11))
+    with pytest.raises(tiny.Stopped):
+        run(cfg, tiny.StopAt(11))
     assert (tmp_path / "resumed/last_checkpoint").read_text() == "model_iter_0000008.pth"
     trainer, _ = run(cfg, resume=True)
     assert trainer.trainer.start_iter == 8 and trainer.trainer.iters_per_epoch == 6
@@ -225,8 +210,8 @@ def test_resume_skips_damaged_checkpoints_and_uses_an_older_one(demo, tmp_path, 
     """The newest checkpoint is truncated, the second newest is corrupt, and the run resumes from the third newest."""
     logging.getLogger("fastamp").setLevel(logging.INFO)
     options = ("SOLVER.MAX_EPOCH", "2", "SOLVER.CHECKPOINT_ITERS", "2")
-    with pytest.raises(Killed):
-        run(tiny.tiny_config(tmp_path / "resumed", *options), Kill(at=9))
+    with pytest.raises(tiny.Stopped):
+        run(tiny.tiny_config(tmp_path / "resumed", *options), tiny.StopAt(9))
     names = ("model_iter_0000008", "model_0000", "model_iter_0000004")
     newest, second, third = (tmp_path / f"resumed/{name}.pth" for name in names)
     newest.write_bytes(newest.read_bytes()[:-1000])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_ranking import naive_reciprocal_weights
 from scipy.sparse import csr_matrix
 from sklearn.cluster import DBSCAN
 from sklearn.metrics import normalized_mutual_info_score
@@ -72,22 +73,8 @@ def naive(features, k1, k2):
     x = torch.nn.functional.normalize(features.double(), dim=1).numpy()
     squared = np.square(x[:, None] - x[None]).sum(-1)
     order = np.argsort(squared, axis=1, kind="stable")
-    count, k1 = len(x), min(k1, len(x))
-
-    def reciprocal(i, k):
-        return {int(j) for j in order[i, :k] if i in order[j, :k]}
-
-    weights = np.zeros((count, count))
-    for i in range(count):
-        members = reciprocal(i, k1)
-        grown = set(members)
-        for j in members:
-            near = reciprocal(j, round(k1 / 2) + 1)
-            if len(near & members) > 2 / 3 * len(near):
-                grown |= near
-        weights[i, list(grown)] = np.exp(-squared[i, list(grown)])
-        weights[i] /= weights[i].sum()
-    weights = np.stack([weights[order[i, :k2]].mean(0) for i in range(count)])
+    k1 = min(k1, len(x))
+    weights = naive_reciprocal_weights(order, squared, k1, k2, k1)
     overlap = np.minimum(weights[:, None], weights[None]).sum(-1)
     return 1 - overlap / (2 - overlap)
 

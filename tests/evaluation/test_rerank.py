@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_ranking import REFERENCE, load, random_set
+from naive_ranking import REFERENCE, load, naive_reciprocal_weights, random_set
 
 from fastamp.evaluation import Protocol, compute_metrics
 from fastamp.evaluation.rerank import ReRankedDistances, ReRanking, _JointDistances
@@ -46,24 +46,7 @@ def naive(queries, gallery, k1, k2, lambda_value, variant):
     order = np.argsort(squared, axis=1, kind="stable")
     scaled = squared if variant == "fastreid" else squared / squared.max(1, keepdims=True)
     scaled = scaled**2 if variant == "torchreid" else scaled
-    count = len(x)
-
-    def reciprocal(i, k):
-        return {int(j) for j in order[i, :k] if i in order[j, :k]}
-
-    wide = k1 if variant == "fastreid" else k1 + 1
-    weights = np.zeros((count, count))
-    for i in range(count):
-        members = reciprocal(i, wide)
-        grown = set(members)
-        for j in members:
-            near = reciprocal(j, round(k1 / 2) + 1)
-            if len(near & members) > 2 / 3 * len(near):
-                grown |= near
-        for j in grown:
-            weights[i, j] = np.exp(-scaled[i, j])
-        weights[i] /= weights[i].sum()
-    weights = np.stack([weights[order[i, :k2]].mean(0) for i in range(count)])
+    weights = naive_reciprocal_weights(order, scaled, k1, k2, k1 if variant == "fastreid" else k1 + 1)
     n = len(queries)
     overlap = np.minimum(weights[:n, None], weights[None, n:]).sum(-1)
     original = squared[:n, n:] / 2 if variant == "fastreid" else scaled[:n, n:]  # 1 - cosine is half the square

@@ -1,10 +1,6 @@
 """Short runs of projects/Unsupervised on the tiny demo dataset."""
 
 import tiny
-import torch
-
-from fastamp.config import read_config
-from fastamp.engine import DefaultTrainer, HookBase
 
 RUN = ("PROJECTS", "[Unsupervised]", "MODEL.HEADS.NAME", "ClusterHead", "MODEL.HEADS.NECK_FEAT", "after",
        "MODEL.LOSSES.NAME", "[ClusterContrastLoss]", "SOLVER.TRAINER", "ClusterTrainer", "DATALOADER.SAMPLER_TRAIN",
@@ -20,10 +16,7 @@ METHODS = {
 
 def trainer_of(folder, *opts):
     """Build the trainer of a run in ``folder``, which continues if the folder exists."""
-    torch.manual_seed(0)
-    trainer = DefaultTrainer(read_config("", tiny.tiny_options(folder, *RUN, *opts)))
-    trainer.resume_or_load(resume=folder.exists())
-    return trainer
+    return tiny.trainer_of(folder, *RUN, *opts)
 
 
 def write_table(folder, name, *, identities):
@@ -34,14 +27,3 @@ def write_table(folder, name, *, identities):
     ]
     (folder / name).write_text("\n".join(["path,pid,camid,split", *rows]) + "\n")
     return f"csv:{folder / name}"
-
-
-class StopAt(HookBase):
-    """Raise an error before an iteration."""
-
-    def __init__(self, iteration):
-        self.iteration = iteration
-
-    def before_step(self):
-        if self.trainer.iter == self.iteration:
-            raise InterruptedError

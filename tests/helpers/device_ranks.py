@@ -11,25 +11,16 @@ from pathlib import Path
 
 import torch
 from forked import run_forked
+from moco_ranks import Record
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
-from fastamp.engine import HookBase, SimpleTrainer
+from fastamp.engine import SimpleTrainer
 from fastamp.modeling import build_model
 from fastamp.solver import build_optimizer
 from fastamp.utils import comm
 
 STEPS, IMAGES, CLASSES = 20, 8, 4
-
-
-class Record(HookBase):
-    """Hook that records the tensors of the model after each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def after_step(self) -> None:
-        self.steps.append({name: value.cpu().clone() for name, value in self.trainer.model.state_dict().items()})
 
 
 def batches(device: str):

@@ -26,7 +26,7 @@ class Record(HookBase):
         self.steps: list[dict[str, torch.Tensor]] = []
 
     def after_step(self) -> None:
-        self.steps.append({name: value.clone() for name, value in self.trainer.model.state_dict().items()})
+        self.steps.append({name: value.cpu().clone() for name, value in self.trainer.model.state_dict().items()})
 
 
 def batches() -> list[dict[str, torch.Tensor]]:

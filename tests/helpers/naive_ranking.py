@@ -79,3 +79,23 @@ def protocol(*opts):
     """Build the protocol of the default config with the given keys and values."""
     cfg = read_config("", opts)
     return Protocol.from_config(cfg)
+
+
+def naive_reciprocal_weights(order, values, k1, k2, wide):
+    """Compute the weights of the k-reciprocal neighbors with Python sets; ``wide`` neighbors are examined first."""
+    count = len(order)
+
+    def reciprocal(i, k):
+        return {int(j) for j in order[i, :k] if i in order[j, :k]}
+
+    weights = np.zeros((count, count))
+    for i in range(count):
+        members = reciprocal(i, wide)
+        grown = set(members)
+        for j in members:
+            near = reciprocal(j, round(k1 / 2) + 1)
+            if len(near & members) > 2 / 3 * len(near):
+                grown |= near
+        weights[i, list(grown)] = np.exp(-values[i, list(grown)])
+        weights[i] /= weights[i].sum()
+    return np.stack([weights[order[i, :k2]].mean(0) for i in range(count)])

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fastamp.config import CfgNode, read_config
+from fastamp.config import CfgNode, get_cfg
 from fastamp.demo import DEMO_VERSION, generate_demo
-from fastamp.engine import DefaultTrainer
+from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.modeling import BACKBONE_REGISTRY
 
 WIDTH = 16
@@ -97,7 +97,9 @@ def tiny_options(output_dir: Path, *opts: str) -> list[str]:
 
 def tiny_config(output_dir: Path, *opts: str) -> CfgNode:
     """Build the config of ``tiny_options``."""
-    return read_config("", tiny_options(output_dir, *opts))
+    cfg = get_cfg()
+    cfg.merge_from_list(tiny_options(output_dir, *opts))
+    return cfg
 
 
 def train(output_dir: Path, *opts: str) -> None:
@@ -108,3 +110,26 @@ def train(output_dir: Path, *opts: str) -> None:
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of the model from a checkpoint."""
     return torch.load(path, weights_only=True)["model"]
+
+
+def trainer_of(output_dir: Path, *opts: str) -> DefaultTrainer:
+    """Build the trainer of the tiny config, which continues if the folder exists."""
+    torch.manual_seed(0)
+    trainer = DefaultTrainer(tiny_config(output_dir, *opts))
+    trainer.resume_or_load(resume=output_dir.exists())
+    return trainer
+
+
+class Stopped(Exception):
+    """Raised to simulate a killed process: no checkpoint is saved after it."""
+
+
+class StopAt(HookBase):
+    """Raise ``Stopped`` before an iteration."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def before_step(self) -> None:
+        if self.trainer.iter == self.iteration:
+            raise Stopped

@@ -19,11 +19,6 @@ from fastamp.inference.similarity import sample_pair_scores
 from fastamp.utils.errors import DataError
 
 
-@pytest.fixture(scope="module")
-def predictor(checkpoint):
-    return Predictor(checkpoint, device="cpu")
-
-
 @pytest.fixture
 def two(demo):
     query, other = build_dataset("Demo").query[:2]

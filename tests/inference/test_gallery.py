@@ -351,11 +351,6 @@ def test_changes_are_not_acknowledged_if_a_file_is_removed_before_or_during_the_
             assert len(gallery) == 2
 
 
-@pytest.fixture(scope="module")
-def predictor(checkpoint):
-    return Predictor(checkpoint, device="cpu")
-
-
 def test_unreadable_query_is_found_before_the_gallery_is_extracted(demo, checkpoint, tmp_path):
     images = [item.path for item in build_dataset("Demo").query[:2]]
     (tmp_path / "photos").mkdir()

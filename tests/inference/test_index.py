@@ -18,11 +18,6 @@ from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import ConfigError, DataError
 
 
-@pytest.fixture(scope="module")
-def predictor(checkpoint):
-    return Predictor(checkpoint, device="cpu")
-
-
 @pytest.fixture
 def gallery(demo, predictor, tmp_path):
     """Extraction of the query and gallery images of the demo dataset."""

@@ -17,11 +17,6 @@ BOXES = np.array([[10, 20, 60, 140], [30.4, 5.6, 70.2, 99.9]], dtype=np.float32)
 
 
 @pytest.fixture(scope="module")
-def predictor(checkpoint):
-    return fastamp.Predictor(checkpoint, device="cpu")
-
-
-@pytest.fixture(scope="module")
 def frame():
     return np.random.default_rng(0).integers(0, 256, (160, 120, 3), dtype=np.uint8)
 

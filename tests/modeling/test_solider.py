@@ -24,13 +24,7 @@ from fastamp.utils.errors import ConfigError, WeightsError
 REFERENCE = Path(__file__).parents[1] / "reference"
 CASES = ("swin_tiny 384x128", "swin_tiny 384x128 semantic1.0")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def without_initialization():
-    """Skip the weight initialization, because the tests load other weights."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.init, "trunc_normal_", lambda tensor, **options: tensor)
-        yield
+pytestmark = pytest.mark.usefixtures("without_initialization")
 
 
 def recipe(*opts):
@@ -38,10 +32,6 @@ def recipe(*opts):
         "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "751", "MODEL.DEVICE", "cpu",
         "SOLVER.AMP", "off", *opts,
     ])  # fmt: skip
-
-
-def difference(features, expected):
-    return np.abs(features.numpy() - expected).max() / np.abs(expected).max()
 
 
 @pytest.mark.integration
@@ -69,15 +59,15 @@ def test_features_and_losses_equal_the_original_program(case):
         after = model.heads.bottleneck(features[..., None, None]).flatten(1)
     for hook in hooks:
         hook.remove()
-    assert difference(features, arrays[case]) < 1e-4
-    assert difference(after, arrays[f"{case} after"]) < 1e-4
+    assert reference_weights.difference(features, arrays[case]) < 1e-4
+    assert reference_weights.difference(after, arrays[f"{case} after"]) < 1e-4
     assert len(maps) == 4
     for stage, x in enumerate(maps):
         norm = nn.LayerNorm(x.shape[-1], eps=1e-5)
         norm.load_state_dict({name: state[f"base.norm{stage}.{name}"] for name in ("weight", "bias")})
         with torch.no_grad():
             mean = norm(x).mean(dim=(1, 2))
-        assert difference(mean, arrays[f"{case} stage{stage}_mean"]) < 1e-4
+        assert reference_weights.difference(mean, arrays[f"{case} stage{stage}_mean"]) < 1e-4
     model.train()
     batch = {"images": reference_weights.images(expected["input_size"], 4), "targets": torch.tensor([3, 9, 3, 9])}
     with torch.no_grad():

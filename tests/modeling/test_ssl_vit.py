@@ -22,13 +22,7 @@ from fastamp.utils.errors import ConfigError
 REFERENCE = Path(__file__).parents[1] / "reference"
 RECIPES = {"pass": "Market1501/pass_vit_small", "ssl": "Market1501/ssl_vit_small"}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def without_initialization():
-    """Skip the weight initialization, because the tests load other weights."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.init, "trunc_normal_", lambda tensor, **options: tensor)
-        yield
+pytestmark = pytest.mark.usefixtures("without_initialization")
 
 
 def reference(project):
@@ -38,10 +32,6 @@ def reference(project):
 def recipe(name, *opts):
     options = ["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "751", "MODEL.DEVICE", "cpu"]
     return read_config(name, [*options, "SOLVER.AMP", "off", *opts])
-
-
-def difference(features, expected):
-    return np.abs(features.numpy() - expected).max() / np.abs(expected).max()
 
 
 CASES = [(project, case) for project in RECIPES for case in reference(project) if case != "lr"]
@@ -72,8 +62,8 @@ def test_features_and_losses_equal_the_original_program(project, case, tmp_path)
         features = model({"images": images})
         model.heads.eval_feat = "after"
         after = model({"images": images})
-    assert difference(features, arrays[case]) < 1e-4
-    assert difference(after, arrays[f"{case} after"]) < 1e-4
+    assert reference_weights.difference(features, arrays[case]) < 1e-4
+    assert reference_weights.difference(after, arrays[f"{case} after"]) < 1e-4
     model.train()
     batch = {"images": reference_weights.images(expected["input_size"], 4), "targets": torch.tensor([3, 9, 3, 9])}
     with torch.no_grad():

@@ -18,6 +18,8 @@ from fastamp.solver import build_lr_schedule
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "tests/reference"
 
+pytestmark = pytest.mark.usefixtures("without_initialization")
+
 
 def reference(origin, name):
     models = json.loads(gzip.decompress((REFERENCE / f"{origin}_models.json.gz").read_bytes()))
@@ -29,18 +31,6 @@ def recipe(path, *opts):
         "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "751", "MODEL.DEVICE", "cpu", "SOLVER.AMP",
         "off", *opts,
     ])  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def without_initialization():
-    """Skip the weight initialization, because the tests load other weights."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.init, "trunc_normal_", lambda tensor, **options: tensor)
-        yield
-
-
-def difference(features, expected):
-    return np.abs(features.numpy() - expected).max() / np.abs(expected).max()
 
 
 @pytest.fixture(scope="module", params=["vit_sie", "vit_transreid_stride"])
@@ -73,8 +63,8 @@ def test_transreid_features_equal_reference_implementation(transreid):
         features = model(batch)
         other_cameras = model(batch | {"camids": batch["camids"].flip(0)})
     assert features.shape == expected.shape
-    assert difference(features, expected) < 1e-4
-    assert difference(other_cameras, expected) > 1e-3  # negative control
+    assert reference_weights.difference(features, expected) < 1e-4
+    assert reference_weights.difference(other_cameras, expected) > 1e-3  # negative control
 
 
 @pytest.mark.integration
@@ -86,7 +76,7 @@ def test_vit_features_equal_fastreid():
     assert report.missing == report.dropped == []
     with torch.no_grad():
         computed = model({"images": reference_weights.images(expected["input_size"])})
-    assert difference(computed, features) < 1e-4
+    assert reference_weights.difference(computed, features) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Fixtures of the tests of projects."""
 
 import pytest
+import tiny
+
+from fastamp.config.projects import import_project
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -10,3 +13,15 @@ def own_components(unregistered):
     Tests of projects import the modules in functions, after ``import_project``: an import when tests are collected
     would register components for the tests of other files.
     """
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Folder for runs, which contains the tiny demo dataset in ``data``."""
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tiny.make_demo(tmp_path / "data").parent))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def unsupervised(unregistered):
+    import_project("Unsupervised")

@@ -10,7 +10,6 @@ import numpy as np
 import preloaded
 import pytest
 import reference_weights
-import tiny
 import torch
 from torch import nn
 
@@ -44,10 +43,6 @@ def without_initialization(monkeypatch):
     """Skip the weight initialization, because the test loads other weights."""
     monkeypatch.setattr(nn.Linear, "reset_parameters", lambda self: None)
     monkeypatch.setattr(nn.init, "normal_", lambda tensor, *args, **options: tensor)
-
-
-def difference(features, expected):
-    return np.abs(features.numpy() - expected).max() / np.abs(expected).max()
 
 
 def demo(*opts, classes="4"):
@@ -87,13 +82,13 @@ def test_model_equals_the_original_program(case, tmp_path, without_initializatio
         model.heads.eval_feat = "after"
         after = model(images)
     model.update_text_features()
-    assert difference(features, arrays[case]) < 1e-4
-    assert difference(after, arrays[f"{case} after"]) < 1e-4
-    assert difference(model.text_features[expected["text_ids"]], arrays[f"{case} text"]) < 1e-4
+    assert reference_weights.difference(features, arrays[case]) < 1e-4
+    assert reference_weights.difference(after, arrays[f"{case} after"]) < 1e-4
+    assert reference_weights.difference(model.text_features[expected["text_ids"]], arrays[f"{case} text"]) < 1e-4
     batch = batch_of(reference_weights.images(expected["input_size"], 4), expected["train_targets"])
     stage1, targets = model.prompt_image_features(batch), batch["targets"]
     with torch.no_grad():
-        assert difference(model.prompt_image_features(images), arrays[f"{case} stage1_image"]) < 1e-4
+        assert reference_weights.difference(model.prompt_image_features(images), arrays[f"{case} stage1_image"]) < 1e-4
     texts = model.text_features[targets]
     losses = expected["stage1_losses"]
     assert image_text_supcon(stage1, texts, targets, targets) == pytest.approx(losses["i2t"], rel=1e-3)
@@ -279,12 +274,6 @@ def test_batches_of_cached_features_cover_an_epoch_and_continue_anywhere():
     assert CachedFeatures(features, targets, batch_size=5, seed=0).iters_per_epoch == 2
 
 
-@pytest.fixture
-def demo_root(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tiny.make_demo(tmp_path / "data").parent))
-    return tmp_path
-
-
 RUN = ("DATALOADER.NUM_WORKERS", "0", "SOLVER.IMS_PER_BATCH", "16", "SOLVER.MAX_EPOCH", "2", "TEST.REPORT", "False",
        "SOLVER.CHECKPOINT_PERIOD", "1", "TEST.EVAL_PERIOD", "2", "CLIPREID.STAGE1.MAX_EPOCH", "4", "TEST.BASELINES",
        "False", "CLIPREID.STAGE1.IMS_PER_BATCH", "40", "CLIPREID.STAGE1.CHECKPOINT_PERIOD", "2", "SOLVER.WARMUP_ITERS",
@@ -307,11 +296,11 @@ class StopAt(HookBase):
 
 
 @pytest.mark.integration
-def test_run_trains_both_stages_and_each_resumes_bit_for_bit(demo_root, monkeypatch):
+def test_run_trains_both_stages_and_each_resumes_bit_for_bit(runs, monkeypatch):
     from clipreid import trainer as module
 
     torch.manual_seed(0)
-    whole = DefaultTrainer(run_config(demo_root / "whole"))
+    whole = DefaultTrainer(run_config(runs / "whole"))
     initial = {name: value.clone() for name, value in whole.model.state_dict().items()}
     whole.resume_or_load(resume=False)
     whole.train()
@@ -319,7 +308,7 @@ def test_run_trains_both_stages_and_each_resumes_bit_for_bit(demo_root, monkeypa
     changed = {name for name, value in state.items() if not torch.equal(value, initial[name])}
     assert "prompt_learner.cls_ctx" in changed and "text_features" in changed and "backbone.proj" in changed
     assert not any(name.startswith("text_encoder.") or "token_" in name for name in changed)
-    assert "saved" in (demo_root / "whole/log.txt").read_text()
+    assert "saved" in (runs / "whole/log.txt").read_text()
 
     # Stage 1 stops in its fourth epoch, after the checkpoint of the second.
     with monkeypatch.context() as patch:
@@ -332,13 +321,13 @@ def test_run_trains_both_stages_and_each_resumes_bit_for_bit(demo_root, monkeypa
 
         patch.setattr(module._StageHook, "before_epoch", stop)
         torch.manual_seed(0)
-        first = DefaultTrainer(run_config(demo_root / "part"))
+        first = DefaultTrainer(run_config(runs / "part"))
         first.resume_or_load(resume=False)
         with pytest.raises(InterruptedError):
             first.train()
-    assert (demo_root / "part/last_checkpoint").read_text() == "model_stage1.pth"
+    assert (runs / "part/last_checkpoint").read_text() == "model_stage1.pth"
     # Stage 2 stops in its second epoch.
-    second = DefaultTrainer(run_config(demo_root / "part"))
+    second = DefaultTrainer(run_config(runs / "part"))
     second.register_hooks([StopAt(1)])
     second.resume_or_load(resume=True)
     with pytest.raises(InterruptedError):
@@ -348,24 +337,24 @@ def test_run_trains_both_stages_and_each_resumes_bit_for_bit(demo_root, monkeypa
         (prompts - state["prompt_learner.cls_ctx"]).abs().max()
     )
     assert second.trainer.prompts_done
-    third = DefaultTrainer(run_config(demo_root / "part"))
+    third = DefaultTrainer(run_config(runs / "part"))
     third.resume_or_load(resume=True)
     third.train()
     assert [name for name, value in third.model.state_dict().items() if not torch.equal(value, state[name])] == []
-    content = read_checkpoint(demo_root / "part/model_final.pth")
+    content = read_checkpoint(runs / "part/model_final.pth")
     assert torch.equal(content["model"]["text_features"], state["text_features"])
 
-    predictor = Predictor(demo_root / "part/model_final.pth", device="cpu")
+    predictor = Predictor(runs / "part/model_final.pth", device="cpu")
     assert predictor.features(np.zeros((1, 32, 16, 3), np.uint8)).shape == (1, 192)
     assert predictor.model.text_encoder is None
 
     # The prompts of this run, and those of other identities.
-    weights = ("MODEL.WEIGHTS", str(demo_root / "part/model_final.pth"), "CLIPREID.STAGE1.MAX_EPOCH", "0")
-    again = DefaultTrainer(run_config(demo_root / "again", *weights))
+    weights = ("MODEL.WEIGHTS", str(runs / "part/model_final.pth"), "CLIPREID.STAGE1.MAX_EPOCH", "0")
+    again = DefaultTrainer(run_config(runs / "again", *weights))
     again.resume_or_load(resume=False)
     again.train()
     torch.testing.assert_close(again.model.text_features, state["text_features"])
-    other = DefaultTrainer(run_config(demo_root / "other", *weights))
+    other = DefaultTrainer(run_config(runs / "other", *weights))
     other.resume_or_load(resume=False)
     other.model.prompt_learner.identities[2] += 1
     with pytest.raises(ConfigError, match="1 of 16"):
@@ -373,9 +362,9 @@ def test_run_trains_both_stages_and_each_resumes_bit_for_bit(demo_root, monkeypa
 
 
 @pytest.mark.integration
-def test_run_in_bfloat16_with_side_information(demo_root):
+def test_run_in_bfloat16_with_side_information(runs):
     opts = ("SOLVER.AMP", "bf16", "MODEL.BACKBONE.SIE_CAMERAS", "3", "MODEL.BACKBONE.STRIDE_SIZE", "(12, 12)")
-    trainer = DefaultTrainer(run_config(demo_root / "run", *opts))
+    trainer = DefaultTrainer(run_config(runs / "run", *opts))
     trainer.resume_or_load(resume=False)
     before = trainer.model.backbone.sie_embed.clone()
     trainer.train()
@@ -441,9 +430,9 @@ def test_bad_input(tmp_path):
         model.train()(batch_of(torch.zeros(2, 3, 32, 16), [0, 0]))
 
 
-def test_trainer_refuses_other_models(demo_root):
+def test_trainer_refuses_other_models(runs):
     with pytest.raises(ConfigError, match="MODEL.META_ARCHITECTURE CLIPReID"):
-        DefaultTrainer(run_config(demo_root / "run", "MODEL.META_ARCHITECTURE", "Baseline"))
+        DefaultTrainer(run_config(runs / "run", "MODEL.META_ARCHITECTURE", "Baseline"))
 
 
 @pytest.mark.integration

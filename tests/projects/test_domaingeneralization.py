@@ -14,7 +14,6 @@ import torch
 from fastamp.config import read_config
 from fastamp.config.projects import import_project
 from fastamp.data.samplers import EpochBatchSampler
-from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.inference import Predictor
 from fastamp.layers.distance import FeatureDistances
 from fastamp.modeling import build_model
@@ -149,35 +148,11 @@ RUN = ("PROJECTS", "[DomainGeneralization]", "MODEL.META_ARCHITECTURE", "Matchin
        "TEST.MATCHING.CANDIDATES", "5")  # fmt: skip
 
 
-@pytest.fixture
-def demo(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tiny.make_demo(tmp_path / "data").parent))
-    return tmp_path
-
-
-def trainer_of(folder, *opts):
-    torch.manual_seed(0)
-    trainer = DefaultTrainer(read_config("", tiny.tiny_options(folder, *RUN, *opts)))
-    trainer.resume_or_load(resume=folder.exists())
-    return trainer
-
-
-class StopAt(HookBase):
-    """Raise an error before an iteration."""
-
-    def __init__(self, iteration):
-        self.iteration = iteration
-
-    def before_step(self):
-        if self.trainer.iter == self.iteration:
-            raise InterruptedError
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize("iteration", [16, 19])
-def test_run_builds_a_graph_each_epoch_and_resumes_bit_for_bit(demo, iteration):
+def test_run_builds_a_graph_each_epoch_and_resumes_bit_for_bit(runs, iteration):
     """Iteration 16 is the first of an epoch (16 identities), 19 is in the middle."""
-    whole, graphs = trainer_of(demo / "whole"), graph_ranks.Graphs()
+    whole, graphs = tiny.trainer_of(runs / "whole", *RUN), graph_ranks.Graphs()
     whole.register_hooks([graphs])
     metrics = whole.train()
     assert len(graphs.seen) == 32 and (graphs.seen[0] == graphs.seen[15]).all()
@@ -185,22 +160,22 @@ def test_run_builds_a_graph_each_epoch_and_resumes_bit_for_bit(demo, iteration):
     assert {"Rank-1", "mAP"} <= set(metrics) and {"Rank-1", "mAP"} <= set(metrics["features"])
     state = whole.model.state_dict()
     opts = ("SOLVER.CHECKPOINT_ITERS", str(iteration), "SOLVER.CHECKPOINT_KEEP", "9")
-    part = trainer_of(demo / "part", *opts)
-    part.register_hooks([StopAt(iteration)])
-    with pytest.raises(InterruptedError):
+    part = tiny.trainer_of(runs / "part", *RUN, *opts)
+    part.register_hooks([tiny.StopAt(iteration)])
+    with pytest.raises(tiny.Stopped):
         part.train()
-    again = trainer_of(demo / "part", *opts)
+    again = tiny.trainer_of(runs / "part", *RUN, *opts)
     assert again.trainer.start_iter == iteration
     again.train()
     assert [name for name, value in again.model.state_dict().items() if not torch.equal(value, state[name])] == []
-    assert Predictor(demo / "whole/model_final.pth", device="cpu").features(np.zeros((64, 32, 3), np.uint8)).shape
+    assert Predictor(runs / "whole/model_final.pth", device="cpu").features(np.zeros((64, 32, 3), np.uint8)).shape
 
 
 @pytest.mark.integration
-def test_two_processes_share_the_graph_which_is_that_of_one(demo):
+def test_two_processes_share_the_graph_which_is_that_of_one(runs):
     found = {}
     for count in (1, 2):
-        folder = demo / f"{count} processes"
+        folder = runs / f"{count} processes"
         folder.mkdir()
         options = [*RUN, "DATALOADER.NUM_WORKERS", "0", "SOLVER.AMP.ENABLED", "False"]
         subprocess.run([sys.executable, graph_ranks.__file__, folder, str(count), *options], check=True, timeout=120)
@@ -213,8 +188,8 @@ def test_two_processes_share_the_graph_which_is_that_of_one(demo):
     assert torch.equal(found[1][0]["graphs"][0], first["graphs"][0])
 
 
-def test_graph_of_the_trainer_uses_the_matching_scores_without_augmentation(demo):
-    trainer = trainer_of(demo / "run").trainer
+def test_graph_of_the_trainer_uses_the_matching_scores_without_augmentation(runs):
+    trainer = tiny.trainer_of(runs / "run", *RUN).trainer
     chosen = trainer.sampler.choose_images(0)
     found = trainer.identity_distances(chosen)
     model = trainer.model.eval()
@@ -225,10 +200,10 @@ def test_graph_of_the_trainer_uses_the_matching_scores_without_augmentation(demo
 
 
 @pytest.mark.integration
-def test_graph_of_a_model_without_a_matcher(demo):
+def test_graph_of_a_model_without_a_matcher(runs):
     opts = ("MODEL.META_ARCHITECTURE", "Baseline", "MODEL.HEADS.NAME", "EmbeddingHead", "MODEL.LOSSES.NAME",
             "[TripletLoss]", "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1")  # fmt: skip
-    trainer = trainer_of(demo / "run", *opts)
+    trainer = tiny.trainer_of(runs / "run", *RUN, *opts)
     trainer.train()
     assert trainer.trainer.sampler.nearest.shape == (16, 3)
 
@@ -259,15 +234,15 @@ def test_candidates_are_ranked_by_scores_and_others_behind_them(matcher, data):
         (("MODEL.HEADS.MATCHING.SIZE", "[4]"), "MODEL.HEADS.MATCHING.SIZE"),
     ],
 )
-def test_unusable_settings(demo, opts, message):
+def test_unusable_settings(runs, opts, message):
     with pytest.raises(ConfigError, match=message):
-        trainer_of(demo / "run", *opts)
+        tiny.trainer_of(runs / "run", *RUN, *opts)
 
 
 @pytest.mark.parametrize("opts", [("TEST.RERANK.ENABLED", "True"), ("TEST.FLIP.ENABLED", "True")])
-def test_other_rankings_are_rejected(demo, opts):
+def test_other_rankings_are_rejected(runs, opts):
     with pytest.raises(ConfigError, match="TEST.MATCHING.ENABLED False"):
-        trainer_of(demo / "run", *opts, "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1").train()
+        tiny.trainer_of(runs / "run", *RUN, *opts, "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1").train()
 
 
 def test_loss_without_scores():
@@ -278,8 +253,8 @@ def test_loss_without_scores():
 
 
 @pytest.mark.integration
-def test_other_training_set_on_resume(demo):
-    trainer = trainer_of(demo / "run", "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1")
+def test_other_training_set_on_resume(runs):
+    trainer = tiny.trainer_of(runs / "run", *RUN, "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1")
     trainer.train()
     state = trainer.trainer.state_dict()
     state["graph"]["nearest"] = state["graph"]["nearest"][1:]

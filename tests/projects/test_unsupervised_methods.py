@@ -7,10 +7,9 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from cluster_runs import METHODS, RUN, StopAt, trainer_of, write_table
+from cluster_runs import METHODS, RUN, trainer_of, write_table
 
 from fastamp.config import read_config
-from fastamp.config.projects import import_project
 from fastamp.data.build import build_dataset, find_training_problems
 from fastamp.data.samplers import EpochBatchSampler
 from fastamp.evaluation.clustering import Clustering, dbscan, jaccard_distances
@@ -18,16 +17,7 @@ from fastamp.utils.errors import ConfigError, TrainingError
 
 REFERENCE = Path(__file__).parents[1] / "reference/methods"
 
-
-@pytest.fixture(autouse=True, scope="module")
-def unsupervised(unregistered):
-    import_project("Unsupervised")
-
-
-@pytest.fixture
-def data(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tiny.make_demo(tmp_path / "data").parent))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("unsupervised")
 
 
 @pytest.mark.parametrize("name", ["memory1", "memory2"])
@@ -188,12 +178,12 @@ def test_domain_batch_norm_equals_two_batch_norms():
 
 @pytest.mark.integration
 @pytest.mark.parametrize("method", METHODS)
-def test_adaptation_to_an_unlabeled_dataset(data, method):
-    table = write_table(data, "target.csv", identities=False)
+def test_adaptation_to_an_unlabeled_dataset(runs, method):
+    table = write_table(runs, "target.csv", identities=False)
     opts = (*METHODS[method], "DATASETS.NAMES", f"[Demo, '{table}']", "UNSUPERVISED.LABELED", "[Demo]",
             "MODEL.HEADS.NORM", "DomainBN", "SOLVER.MAX_EPOCH", "2", "TEST.EVAL_PERIOD", "2",
             "SOLVER.CHECKPOINT_ITERS", "2", "SOLVER.CHECKPOINT_KEEP", "9")  # fmt: skip
-    trainer = trainer_of(data / "run", *opts)
+    trainer = trainer_of(runs / "run", *opts)
     trainer.train()
     found, dataset = trainer.trainer, trainer.trainer.data_loader.dataset
     labeled = found.pseudo_labels.labeled
@@ -202,11 +192,11 @@ def test_adaptation_to_an_unlabeled_dataset(data, method):
     assert found.labels[~labeled].max() > identities.max() and found.history[-1]["purity"] is None
     assert found.loss.labeled > 0 and (found.targets[labeled] < found.loss.labeled.item()).all()
     if method == "spcl":
-        part = trainer_of(data / "part", *opts)
-        part.register_hooks([StopAt(6)])
-        with pytest.raises(InterruptedError):
+        part = trainer_of(runs / "part", *opts)
+        part.register_hooks([tiny.StopAt(6)])
+        with pytest.raises(tiny.Stopped):
             part.train()
-        again = trainer_of(data / "part", *opts)
+        again = trainer_of(runs / "part", *opts)
         again.train()
         assert torch.equal(again.trainer.loss.memory, found.loss.memory)
 
@@ -220,23 +210,29 @@ def test_adaptation_to_an_unlabeled_dataset(data, method):
         (("UNSUPERVISED.EPS", "0.01", "UNSUPERVISED.EPS_GAP", "0.02"), "UNSUPERVISED.EPS_GAP 0.02"),
         (("UNSUPERVISED.EPS", "0.99", "UNSUPERVISED.EPS_GAP", "0.02"), "UNSUPERVISED.EPS_GAP 0.02"),
         (("UNSUPERVISED.INTER_CAMERA.NEGATIVES", "0"), "UNSUPERVISED.INTER_CAMERA.NEGATIVES"),
+        (("MODEL.LOSSES.NAME", "[TripletLoss]"), "ClusterContrastLoss"),
+        (("DATALOADER.SAMPLER_TRAIN", "TrainingSampler"), "ClusterSampler"),
+        (("UNSUPERVISED.EPS", "1.0"), "UNSUPERVISED.EPS"),
+        (("UNSUPERVISED.METHOD", "hdbscan", "UNSUPERVISED.EPS_GAP", "0.02"), "UNSUPERVISED.EPS_GAP"),
+        (("UNSUPERVISED.UPDATE", "median"), "UNSUPERVISED.UPDATE"),
+        (("UNSUPERVISED.TEMPERATURE", "0"), "UNSUPERVISED.TEMPERATURE"),
     ],
 )
-def test_unusable_settings(data, opts, message):
+def test_unusable_settings(runs, opts, message):
     with pytest.raises(ConfigError, match=message):
-        trainer_of(data / "run", *opts)
+        trainer_of(runs / "run", *opts)
 
 
-def test_labeled_dataset_is_checked_by_itself(data):
-    cfg = read_config("", tiny.tiny_options(data / "run", *RUN, "UNSUPERVISED.LABELED", "[Other]"))
+def test_labeled_dataset_is_checked_by_itself(runs):
+    cfg = read_config("", tiny.tiny_options(runs / "run", *RUN, "UNSUPERVISED.LABELED", "[Other]"))
     assert find_training_problems(build_dataset("Demo", cfg), cfg) == []
 
 
-def test_odd_batches_cannot_be_halved(data):
-    table = write_table(data, "target.csv", identities=False)
+def test_odd_batches_cannot_be_halved(runs):
+    table = write_table(runs, "target.csv", identities=False)
     opts = ("DATASETS.NAMES", f"[Demo, '{table}']", "UNSUPERVISED.LABELED", "[Demo]", "SOLVER.IMS_PER_BATCH", "15")
     with pytest.raises(ConfigError, match="SOLVER.IMS_PER_BATCH 15"):
-        trainer_of(data / "run", *opts)
+        trainer_of(runs / "run", *opts)
 
 
 @pytest.mark.integration
@@ -244,29 +240,29 @@ def test_odd_batches_cannot_be_halved(data):
 @pytest.mark.parametrize(
     "opts, message",
     [
-        (("UNSUPERVISED.EPS", "0.03", "UNSUPERVISED.MIN_SAMPLES", "9"), "no cluster found"),
+        (("UNSUPERVISED.EPS", "0.03", "UNSUPERVISED.MIN_SAMPLES", "9"), "UNSUPERVISED.EPS 0.03"),
         (("UNSUPERVISED.EPS", "0.97", "UNSUPERVISED.K1", "90"), "only one cluster found"),
     ],
 )
-def test_fewer_than_two_clusters_end_the_training(data, method, opts, message):
+def test_fewer_than_two_clusters_end_the_training(runs, method, opts, message):
     with pytest.raises(TrainingError, match=message):
-        trainer_of(data / "run", *METHODS[method], *opts).train()
+        trainer_of(runs / "run", *METHODS[method], *opts).train()
 
 
 @pytest.mark.integration
-def test_no_reliable_cluster(data):
-    trainer = trainer_of(data / "run", *METHODS["spcl"])
+def test_no_reliable_cluster(runs):
+    trainer = trainer_of(runs / "run", *METHODS["spcl"])
     trainer.trainer.pseudo_labels.set_threshold(-1.0)
     with pytest.raises(TrainingError, match="only 0 reliable .*\n.*reduce UNSUPERVISED.EPS_GAP"):
         trainer.train()
 
 
 @pytest.mark.integration
-def test_other_loss_on_resume(data):
-    trainer = trainer_of(data / "run", *METHODS["cap"], "SOLVER.MAX_EPOCH", "1")
+def test_other_loss_on_resume(runs):
+    trainer = trainer_of(runs / "run", *METHODS["cap"], "SOLVER.MAX_EPOCH", "1")
     trainer.train()
     state = trainer.trainer.state_dict()
-    other = trainer_of(data / "other", *METHODS["spcl"])
+    other = trainer_of(runs / "other", *METHODS["spcl"])
     with pytest.raises(ValueError, match="HybridMemoryLoss"):
         other.trainer.load_state_dict(state)
 

@@ -43,11 +43,6 @@ pytestmark = pytest.mark.extras
 KEY = "0123456789abcdef"
 
 
-@pytest.fixture(scope="module")
-def predictor(checkpoint):
-    return Predictor(checkpoint, device="cpu")
-
-
 @pytest.fixture
 def images(demo):
     return [item.path for item in build_dataset("Demo").query[:6]]
