@@ -2,24 +2,10 @@
 
 import itertools
 
+import loops
 import pytest
 import tiny
 import torch
-from loops import (
-    ALL,
-    LOW,
-    Net,
-    autocast,
-    make_batch,
-    make_net,
-    make_trainer,
-    plain_scaler,
-    plain_step,
-    same,
-    sgd,
-    train,
-    values,
-)
 from torch import nn
 
 from fastamp.amp import OptimizationStep
@@ -46,16 +32,16 @@ def rewrapped(loss, other):
 
 
 def of_another_model(loss, other):
-    return other(make_batch())["loss_cls"]
+    return other(loops.make_batch())["loss_cls"]
 
 
-class Spoiled(Net):
+class Spoiled(loops.Net):
     """Net that returns ``spoil(loss, other_net)`` instead of its loss, or, if ``beside``, as a second loss."""
 
     def __init__(self, spoil, beside=False):
         super().__init__()
         self.spoil, self.beside = spoil, beside
-        self.others = [make_net()]  # in a list, so that it is not a submodule
+        self.others = [loops.make_net()]  # in a list, so that it is not a submodule
 
     def losses(self, logits, batch):
         losses = super().losses(logits, batch)
@@ -68,23 +54,23 @@ REQUIRING = [detached_and_required, rewrapped, of_another_model]
 
 @pytest.mark.failure("loss that does not depend on the model")
 def test_loss_that_does_not_depend_on_the_model_raises(subtests):
-    for dtype, spoil in itertools.product(ALL, [detached, *REQUIRING]):
+    for dtype, spoil in itertools.product(loops.ALL, [detached, *REQUIRING]):
         with subtests.test(dtype=dtype, spoil=spoil):
-            model = make_net(Spoiled, spoil=spoil)
-            before = values(model)
-            for scaler, message in ((None, None), (plain_scaler(), NO_INF_CHECKS)):
+            model = loops.make_net(Spoiled, spoil=spoil)
+            before = loops.values(model)
+            for scaler, message in ((None, None), (loops.plain_scaler(), NO_INF_CHECKS)):
                 if spoil is detached:  # PyTorch raises, without the name of the loss
                     with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
-                        plain_step(model, sgd(model), make_batch(), dtype, scaler)
+                        loops.plain_step(model, loops.sgd(model), loops.make_batch(), dtype, scaler)
                 elif message:
                     with pytest.raises(AssertionError, match=message):
-                        plain_step(model, sgd(model), make_batch(), dtype, scaler)
+                        loops.plain_step(model, loops.sgd(model), loops.make_batch(), dtype, scaler)
                 else:
-                    plain_step(model, sgd(model), make_batch(), dtype)  # without an error
-            assert same(before, values(model))
+                    loops.plain_step(model, loops.sgd(model), loops.make_batch(), dtype)  # without an error
+            assert loops.same(before, loops.values(model))
 
             with pytest.raises(TrainingError, match="'loss_new'") as error:
-                train(model, [sgd(model)], dtype)
+                loops.train(model, [loops.sgd(model)], dtype)
             found = {
                 detached: "requires_grad is False",
                 detached_and_required: "leaf tensor",
@@ -96,17 +82,18 @@ def test_loss_that_does_not_depend_on_the_model_raises(subtests):
 
 @pytest.mark.failure("loss that does not depend on the model")
 def test_second_loss_that_does_not_depend_on_the_model_raises(subtests):
-    for dtype, spoil in itertools.product(ALL, [detached, *REQUIRING]):
+    for dtype, spoil in itertools.product(loops.ALL, [detached, *REQUIRING]):
         with subtests.test(dtype=dtype, spoil=spoil):
-            for scaler in (None, plain_scaler()):
-                model, reference = make_net(Spoiled, spoil=spoil, beside=True), make_net()
+            for scaler in (None, loops.plain_scaler()):
+                model, reference = loops.make_net(Spoiled, spoil=spoil, beside=True), loops.make_net()
                 for net in (model, reference):
                     for _ in range(3):
-                        plain_step(net, sgd(net), make_batch(), dtype, scaler)
-                assert same(values(model), values(reference))  # plain PyTorch ignores the second loss without an error
+                        loops.plain_step(net, loops.sgd(net), loops.make_batch(), dtype, scaler)
+                # plain PyTorch ignores the second loss without an error
+                assert loops.same(loops.values(model), loops.values(reference))
 
             with pytest.raises(TrainingError, match="'loss_new'"):
-                train(model, [sgd(model)], dtype)
+                loops.train(model, [loops.sgd(model)], dtype)
 
 
 @pytest.mark.failure("loss that does not depend on the model")
@@ -118,53 +105,53 @@ def test_loss_that_becomes_detached_after_the_first_steps_raises(spoil):
         def before_step(self):
             model.spoil = spoil if self.trainer.iter == 6 else lambda loss, other: loss
 
-    model = make_net(Spoiled, spoil=None)
+    model = loops.make_net(Spoiled, spoil=None)
     with pytest.raises(TrainingError, match="'loss_new'" if spoil is detached else NO_INF_CHECKS) as error:
-        train(model, [sgd(model)], torch.bfloat16, steps=8, hooks=[Later()])
+        loops.train(model, [loops.sgd(model)], torch.bfloat16, steps=8, hooks=[Later()])
     if spoil is not detached:
         assert "0 with a gradient" in str(error.value)
 
 
 @pytest.mark.failure("frozen model or optimizer")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_training_a_completely_frozen_model_raises(dtype):
-    frozen = make_net().requires_grad_(False)
-    for scaler in (None, plain_scaler()):
+    frozen = loops.make_net().requires_grad_(False)
+    for scaler in (None, loops.plain_scaler()):
         with pytest.raises(RuntimeError, match="does not require grad"):
-            plain_step(frozen, sgd(frozen), make_batch(), dtype, scaler)
+            loops.plain_step(frozen, loops.sgd(frozen), loops.make_batch(), dtype, scaler)
 
     with pytest.raises(TrainingError, match="'loss_cls'"):
-        train(frozen, [sgd(frozen)], dtype)
-    model = make_net()
+        loops.train(frozen, [loops.sgd(frozen)], dtype)
+    model = loops.make_net()
     freeze = FreezeLayers(model, ["body", "head"], iterations=2)
     with pytest.raises(TrainingError, match=r"\(loss_cls\)[\s\S]*MODEL.FREEZE_LAYERS \(body, head\)"):
-        train(model, [sgd(model)], dtype, hooks=[freeze])
+        loops.train(model, [loops.sgd(model)], dtype, hooks=[freeze])
 
 
 @pytest.mark.failure("frozen model or optimizer")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_optimizer_that_holds_only_frozen_parameters_raises(dtype):
     """The optimizer holds the frozen head but not the trainable body."""
 
     def make():
-        model = make_net()
-        return model, sgd(model.head.requires_grad_(False))
+        model = loops.make_net()
+        return model, loops.sgd(model.head.requires_grad_(False))
 
     model, optimizer = make()
-    assert len({plain_step(model, optimizer, make_batch(), dtype) for _ in range(3)}) == 1
+    assert len({loops.plain_step(model, optimizer, loops.make_batch(), dtype) for _ in range(3)}) == 1
     with pytest.raises(AssertionError, match=NO_INF_CHECKS):
-        plain_step(model, optimizer, make_batch(), dtype, plain_scaler())
+        loops.plain_step(model, optimizer, loops.make_batch(), dtype, loops.plain_scaler())
 
     model, optimizer = make()
     with pytest.raises(TrainingError, match=r"body.0.weight"):
-        train(model, [optimizer], dtype)
+        loops.train(model, [optimizer], dtype)
 
 
 @pytest.mark.failure("frozen model or optimizer")
 def test_step_error_names_parameters_if_optimizer_holds_only_frozen_ones():
-    model = make_net()
-    step = OptimizationStep(model, [sgd(model.head.requires_grad_(False))])
-    step.scale(model(make_batch())).backward()
+    model = loops.make_net()
+    step = OptimizationStep(model, [loops.sgd(model.head.requires_grad_(False))])
+    step.scale(model(loops.make_batch())).backward()
     with pytest.raises(TrainingError) as error:
         step.finish()
     assert "all parameters in the optimizer are frozen, e.g. head.weight" in str(error.value)
@@ -182,14 +169,14 @@ def test_default_trainer_rejects_completely_frozen_model(demo, tmp_path):
 
 
 @pytest.mark.failure("gradients cleared before the step")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_clearing_gradients_before_the_step_raises(dtype):
-    model = make_net()
-    optimizer = sgd(model)
-    before = values(model)
-    for scaler in (None, plain_scaler()):
-        with autocast(dtype):
-            loss = model(make_batch())["loss_cls"]
+    model = loops.make_net()
+    optimizer = loops.sgd(model)
+    before = loops.values(model)
+    for scaler in (None, loops.plain_scaler()):
+        with loops.autocast(dtype):
+            loss = model(loops.make_batch())["loss_cls"]
         (scaler.scale(loss) if scaler else loss).backward()
         optimizer.zero_grad()
         if scaler:
@@ -197,9 +184,9 @@ def test_clearing_gradients_before_the_step_raises(dtype):
                 scaler.step(optimizer)
         else:
             optimizer.step()
-        assert same(before, values(model))
+        assert loops.same(before, loops.values(model))
 
-    trainer = make_trainer(model, [optimizer], [make_batch()], dtype)
+    trainer = loops.make_trainer(model, [optimizer], [loops.make_batch()], dtype)
     unscale = trainer.step.unscale
     trainer.step.unscale = lambda: (optimizer.zero_grad(), unscale())[1]
     with pytest.raises(TrainingError, match=r"zero_grad\(\)") as error:
@@ -211,7 +198,7 @@ def test_clearing_gradients_before_the_step_raises(dtype):
 # A second optimizer without gradients in some steps.
 
 
-class Alternating(Net):
+class Alternating(loops.Net):
     """Net with a second head that contributes a loss only in every second forward pass."""
 
     def __init__(self):
@@ -234,12 +221,12 @@ def two_optimizers(model):
 
 
 @pytest.mark.failure("second optimizer without gradients")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 def test_plain_pytorch_scaler_fails_if_one_optimizer_has_no_gradients(dtype):
-    model = make_net(Alternating)
-    optimizers, scaler = two_optimizers(model), plain_scaler()
-    with autocast(dtype):
-        loss = sum(model(make_batch()).values())
+    model = loops.make_net(Alternating)
+    optimizers, scaler = two_optimizers(model), loops.plain_scaler()
+    with loops.autocast(dtype):
+        loss = sum(model(loops.make_batch()).values())
     scaler.scale(loss).backward()
     scaler.step(optimizers[0])
     with pytest.raises(AssertionError, match=NO_INF_CHECKS):
@@ -247,19 +234,19 @@ def test_plain_pytorch_scaler_fails_if_one_optimizer_has_no_gradients(dtype):
 
 
 @pytest.mark.failure("second optimizer without gradients")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_optimizer_without_gradients_does_not_step(dtype):
     class Record(HookBase):
         def after_step(self):
-            history.append(values(model))
+            history.append(loops.values(model))
 
-    model = make_net(Alternating)
-    history = [values(model)]
+    model = loops.make_net(Alternating)
+    history = [loops.values(model)]
     optimizers = two_optimizers(model)
     stepped = []
     for optimizer in optimizers:
         optimizer.register_step_post_hook(lambda optimizer, *_: stepped.append(optimizers.index(optimizer)))
-    train(model, optimizers, dtype, steps=4, hooks=[Record()])
+    loops.train(model, optimizers, dtype, steps=4, hooks=[Record()])
     assert stepped == [0, 0, 1, 0, 0, 1]
     moved = [[not torch.equal(a[name], b[name]) for a, b in itertools.pairwise(history)]
              for name in ("body.0.weight", "head.weight", "second.weight")]  # fmt: skip
@@ -269,7 +256,7 @@ def test_optimizer_without_gradients_does_not_step(dtype):
 @pytest.mark.failure("Inf in the gradients of one of two optimizers")
 def test_all_optimizers_skip_the_step_if_one_gradient_is_infinite():
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    optimizers, scaler = [torch.optim.SGD([p], lr=0.1) for p in (a, b)], plain_scaler()
+    optimizers, scaler = [torch.optim.SGD([p], lr=0.1) for p in (a, b)], loops.plain_scaler()
     scaler.scale((a * 2 + b * float("inf")).sum()).backward()
     for optimizer in optimizers:
         scaler.step(optimizer)

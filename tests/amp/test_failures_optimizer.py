@@ -7,22 +7,10 @@ that fastamp reports or prevents it.
 import copy
 import itertools
 
+import loops
 import pytest
 import tiny
 import torch
-from loops import (
-    ALL,
-    autocast,
-    grad_norm,
-    make_batch,
-    make_net,
-    plain_scaler,
-    plain_step,
-    same,
-    sgd,
-    train,
-    values,
-)
 from torch import nn
 
 from fastamp.amp import OptimizationStep
@@ -37,8 +25,8 @@ def plain_losses(model, optimizer, dtype, steps=5):
     """Train on one batch with a plain PyTorch loop; return the losses and gradient norms of all steps."""
     losses, norms = [], []
     for _ in range(steps):
-        losses.append(plain_step(model, optimizer, make_batch(), dtype))
-        norms.append(grad_norm(model))
+        losses.append(loops.plain_step(model, optimizer, loops.make_batch(), dtype))
+        norms.append(loops.grad_norm(model))
     return losses, norms
 
 
@@ -56,21 +44,21 @@ def flat_buffers(model):
 
 
 def copied_model(model):
-    return model, sgd(copy.deepcopy(model))
+    return model, loops.sgd(copy.deepcopy(model))
 
 
 def rebuilt_model(model):
-    return make_net(), sgd(model)
+    return loops.make_net(), loops.sgd(model)
 
 
 def assigned_state(model):
-    optimizer = sgd(model)
+    optimizer = loops.sgd(model)
     model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
     return model, optimizer
 
 
 def replaced_layers(model):
-    optimizer = sgd(model)
+    optimizer = loops.sgd(model)
     for name, layer in model.named_children():
         setattr(model, name, copy.deepcopy(layer))
     return model, optimizer
@@ -82,7 +70,7 @@ FOREIGN = [flat_buffers, copied_model, rebuilt_model, assigned_state, replaced_l
 @pytest.mark.failure("optimizer with tensors that are not the model's")
 def test_plain_pytorch_trains_flat_buffers_if_gradients_are_zeroed_in_place():
     """The negative control: with flat buffers, training fails only if ``zero_grad`` sets the gradients to None."""
-    model, optimizer = flat_buffers(make_net())
+    model, optimizer = flat_buffers(loops.make_net())
     optimizer.zero_grad = lambda: torch.optim.SGD.zero_grad(optimizer, set_to_none=False)
     losses, _ = plain_losses(model, optimizer, torch.float32)
     assert losses[-1] < losses[0] - 0.05
@@ -90,17 +78,17 @@ def test_plain_pytorch_trains_flat_buffers_if_gradients_are_zeroed_in_place():
 
 @pytest.mark.failure("optimizer with tensors that are not the model's")
 def test_trainer_rejects_optimizer_with_foreign_tensors_before_the_first_step(subtests):
-    for dtype, build in itertools.product(ALL, FOREIGN):
+    for dtype, build in itertools.product(loops.ALL, FOREIGN):
         with subtests.test(dtype=dtype, build=build):
-            model, optimizer = build(make_net())
+            model, optimizer = build(loops.make_net())
             losses, norms = plain_losses(model, optimizer, dtype)
             assert len(set(losses)) == 1 and norms[4] > 4 * norms[0]  # constant loss, growing gradients, no error
             with pytest.raises(AssertionError, match=NO_INF_CHECKS):
-                plain_step(*build(make_net()), make_batch(), dtype, plain_scaler())
+                loops.plain_step(*build(loops.make_net()), loops.make_batch(), dtype, loops.plain_scaler())
 
-            model, optimizer = build(make_net())
+            model, optimizer = build(loops.make_net())
             with pytest.raises(TrainingError, match=r"assign=True") as error:
-                train(model, [optimizer], dtype)
+                loops.train(model, [optimizer], dtype)
             held = 1 if build is flat_buffers else 4
             assert f"4 trainable parameters in the model, {held} tensors in the optimizers, 0 in both" in str(
                 error.value
@@ -108,13 +96,13 @@ def test_trainer_rejects_optimizer_with_foreign_tensors_before_the_first_step(su
 
 
 @pytest.mark.failure("optimizer with tensors that are not the model's")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_step_raises_if_optimizer_holds_foreign_tensors(dtype):
     """A custom training loop has no trainer that checks the optimizer before the first step."""
-    model, optimizer = copied_model(make_net())
+    model, optimizer = copied_model(loops.make_net())
     step = OptimizationStep(model, [optimizer])
-    with autocast(dtype):
-        losses = model(make_batch())
+    with loops.autocast(dtype):
+        losses = model(loops.make_batch())
     step.scale(losses).backward()
     with pytest.raises(TrainingError, match=NO_INF_CHECKS) as error:  # users search for PyTorch's message
         step.finish()
@@ -153,34 +141,36 @@ def test_loading_weights_does_not_replace_parameters_held_by_the_optimizer(demo,
 
 
 def replaced_head(model):
-    optimizer = sgd(model)
+    optimizer = loops.sgd(model)
     model.head = nn.Linear(16, 4)
     return model, optimizer
 
 
 def head_missing(model):
-    return model, sgd(model.body)
+    return model, loops.sgd(model.body)
 
 
 @pytest.mark.failure("parameters missing from the optimizer")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 @pytest.mark.parametrize("change", [replaced_head, head_missing])
 def test_head_missing_from_the_optimizer_raises(change, dtype):
-    for scaler in (None, plain_scaler()):
-        model, optimizer = change(make_net())
-        head, body = values(model.head), values(model.body)
+    for scaler in (None, loops.plain_scaler()):
+        model, optimizer = change(loops.make_net())
+        head, body = loops.values(model.head), loops.values(model.body)
         for _ in range(5):
-            plain_step(model, optimizer, make_batch(), dtype, scaler)
-        assert same(head, values(model.head)) and not same(body, values(model.body))  # without an error
+            loops.plain_step(model, optimizer, loops.make_batch(), dtype, scaler)
+        assert loops.same(head, loops.values(model.head)) and not loops.same(
+            body, loops.values(model.body)
+        )  # without an error
 
-    model, optimizer = change(make_net())
+    model, optimizer = change(loops.make_net())
     with pytest.raises(TrainingError, match=r"head.weight"):
-        train(model, [optimizer], dtype)
+        loops.train(model, [optimizer], dtype)
 
 
 @pytest.mark.failure("parameters missing from the optimizer")
 def test_check_optimizers_lists_missing_parameters_unless_frozen():
-    model, optimizer = head_missing(make_net())
+    model, optimizer = head_missing(loops.make_net())
     with pytest.raises(TrainingError, match=r"head.weight, head.bias"):
         check_optimizers(model, [optimizer])
     model.head.requires_grad_(False)
@@ -189,7 +179,7 @@ def test_check_optimizers_lists_missing_parameters_unless_frozen():
 
 @pytest.mark.failure("parameters missing from the optimizer")
 def test_check_optimizers_names_head_replaced_after_optimizer_was_built():
-    model, optimizer = replaced_head(make_net())
+    model, optimizer = replaced_head(loops.make_net())
     with pytest.raises(TrainingError) as error:
         check_optimizers(model, [optimizer])
     assert "head.weight" in str(error.value)

@@ -6,10 +6,10 @@ Two gloo processes run all scenarios once; the tests read their records.
 import itertools
 from pathlib import Path
 
+import loops
 import preloaded
 import pytest
 import torch
-from loops import LOW, finite, same
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -58,27 +58,27 @@ def statistics(step):
 
 
 @pytest.mark.failure("overflow on one rank: statistics")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_plain_pytorch_ddp_broadcasts_non_finite_statistics_from_rank_0(ranks, dtype, bad_rank):
     scenario = f"overflow on rank {bad_rank}, {dtype}"
     plain = histories(ranks, scenario, "plain")
-    assert [finite(statistics(history[BAD_STEP])) for history in plain] == [bad_rank != 0, bad_rank != 1]
+    assert [loops.finite(statistics(history[BAD_STEP])) for history in plain] == [bad_rank != 0, bad_rank != 1]
     for rank, history in enumerate(plain):
-        assert skips(history)[BAD_STEP - 1] and finite([history[-1]["model"]["head.weight"]])
+        assert skips(history)[BAD_STEP - 1] and loops.finite([history[-1]["model"]["head.weight"]])
         # DDP broadcasts the statistics of rank 0 in the next step: an overflow on rank 0 reaches all ranks.
-        assert finite(statistics(history[-1])) == (bad_rank == 1)
+        assert loops.finite(statistics(history[-1])) == (bad_rank == 1)
         assert ranks[rank][scenario]["plain evaluation"].isnan().all() == (bad_rank == 0)
 
 
 @pytest.mark.failure("overflow on one rank: statistics")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_skipped_step_restores_running_statistics_on_all_ranks(ranks, dtype, bad_rank):
     for history in histories(ranks, f"overflow on rank {bad_rank}, {dtype}", "ours"):
-        assert same(history[BAD_STEP - 1]["model"], history[BAD_STEP]["model"])
+        assert loops.same(history[BAD_STEP - 1]["model"], history[BAD_STEP]["model"])
         assert skips(history) == [step == BAD_STEP for step in range(1, STEPS)]
-        assert all(finite(statistics(step)) for step in history)
+        assert all(loops.finite(statistics(step)) for step in history)
         moved = [not torch.equal(statistics(a)[0], statistics(b)[0]) for a, b in itertools.pairwise(history)]
         assert moved == [step != BAD_STEP for step in range(1, STEPS)]
 
@@ -87,21 +87,22 @@ def test_skipped_step_restores_running_statistics_on_all_ranks(ranks, dtype, bad
 
 
 @pytest.mark.failure("overflow on one rank: parameters")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 def test_plain_pytorch_ranks_diverge_after_an_overflow_on_one_rank(ranks, dtype):
     first, second = histories(ranks, f"head outside, {dtype}", "plain")
     assert (scales(first)[-1], scales(second)[-1]) == (65536.0, 32768.0)
-    assert same(first[BAD_STEP - 1]["model"], second[BAD_STEP - 1]["model"])
+    assert loops.same(first[BAD_STEP - 1]["model"], second[BAD_STEP - 1]["model"])
     for name in ("net.body.0.weight", "net.head.weight", "second.weight"):  # also parameters inside DDP
         assert not torch.equal(first[-1]["model"][name], second[-1]["model"][name])
 
 
 @pytest.mark.failure("overflow on one rank: parameters")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 def test_overflow_on_one_rank_skips_the_step_on_all_ranks(ranks, dtype):
     first, second = histories(ranks, f"head outside, {dtype}", "ours")
-    assert all(same(a["model"], b["model"]) for a, b in zip(first, second, strict=True))
-    assert [same(a["model"], b["model"]) for a, b in itertools.pairwise(first)] == [False, True, False, False, False]
+    assert all(loops.same(a["model"], b["model"]) for a, b in zip(first, second, strict=True))
+    equal = [loops.same(a["model"], b["model"]) for a, b in itertools.pairwise(first)]
+    assert equal == [False, True, False, False, False]
     expected = [65536.0] * 3 + [32768.0] * 3 if dtype == torch.float16 else [1.0] * STEPS
     assert scales(first) == scales(second) == expected
 
@@ -110,7 +111,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_ranks(ranks, dtype):
 
 
 @pytest.mark.failure("gradients compressed to float16")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 def test_plain_pytorch_fp16_compress_hook_skips_most_steps_with_loss_scaling(ranks, dtype):
     scenario = f"compression, {dtype}"
     for rank in (0, 1):
@@ -137,7 +138,7 @@ def test_training_with_accepted_compression_hook_matches_uncompressed_training(r
     for name, tensor in first[-1]["model"].items():
         assert torch.equal(tensor, second[-1]["model"][name])
         torch.testing.assert_close(tensor, without[-1]["model"][name], rtol=0.02, atol=0.01)
-    assert not same(first[-1]["model"], without[-1]["model"])  # the negative control: compression has an effect
+    assert not loops.same(first[-1]["model"], without[-1]["model"])  # the negative control: compression has an effect
 
 
 @pytest.mark.failure("gradients compressed to float16")
@@ -172,21 +173,21 @@ def test_check_communication_rejects_only_fp16_hooks_with_loss_scaling(name, hoo
 
 
 @pytest.mark.failure("parameters that differ between ranks")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 def test_plain_pytorch_parameters_outside_ddp_diverge_silently(ranks, dtype):
     first, second = histories(ranks, f"divergence, {dtype}", "plain")
     assert not torch.equal(first[-1]["model"]["second.weight"], second[-1]["model"]["second.weight"])
 
 
 @pytest.mark.failure("parameters that differ between ranks")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 def test_parameters_that_differ_between_ranks_raise_after_the_epoch(ranks, dtype):
     for message in histories(ranks, f"divergence, {dtype}", "drift"):
         assert isinstance(message, str) and "second.weight" in message and "net." not in message
 
 
 @pytest.mark.failure("parameters that differ between ranks")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 def test_parameters_of_sharded_modules_may_differ_between_ranks(ranks, dtype):
     first, second = histories(ranks, f"divergence, {dtype}", "sharded")
     assert not torch.equal(first[-1]["model"]["second.weight"], second[-1]["model"]["second.weight"])
@@ -199,14 +200,14 @@ def test_parameters_that_one_rank_does_not_have_raise(ranks):
 
 
 @pytest.mark.failure("losses that differ between ranks")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 def test_plain_pytorch_trains_with_losses_that_differ_between_ranks(ranks, dtype):
     first, second = histories(ranks, f"divergence, {dtype}", "plain losses")
-    assert skips(first) == [False] * (STEPS - 1) and same(first[-1]["model"], second[-1]["model"])
+    assert skips(first) == [False] * (STEPS - 1) and loops.same(first[-1]["model"], second[-1]["model"])
 
 
 @pytest.mark.failure("losses that differ between ranks")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 def test_losses_that_differ_between_ranks_raise(ranks, dtype):
     for message in histories(ranks, f"divergence, {dtype}", "losses"):
         assert isinstance(message, str) and "rank 0: loss_cls" in message and "loss_extra" in message

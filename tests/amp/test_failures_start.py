@@ -3,23 +3,10 @@
 import logging
 import warnings
 
+import loops
 import pytest
 import tiny
 import torch
-from loops import (
-    ALL,
-    Net,
-    autocast,
-    make_batch,
-    make_net,
-    make_trainer,
-    plain_scaler,
-    plain_step,
-    same,
-    sgd,
-    spoil,
-    values,
-)
 from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep
@@ -27,13 +14,13 @@ from fastamp.engine import DefaultTrainer
 from fastamp.solver.clip import clip_gradients
 from fastamp.utils.errors import TrainingError
 
-GOOD = make_batch()
+GOOD = loops.make_batch()
 
 
 # model.half() with a scaler.
 
 
-class Low(Net):
+class Low(loops.Net):
     """Net that casts the images to the dtype of its weights, so that it also runs in low precision."""
 
     def forward(self, batch):
@@ -42,9 +29,9 @@ class Low(Net):
 
 @pytest.mark.failure("parameters in 16 bits")
 def test_plain_pytorch_scaler_rejects_float16_parameters():
-    model = make_net(Low).half()
+    model = loops.make_net(Low).half()
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        plain_step(model, sgd(model), GOOD, torch.float32, plain_scaler())
+        loops.plain_step(model, loops.sgd(model), GOOD, torch.float32, loops.plain_scaler())
 
 
 @pytest.mark.failure("parameters in 16 bits")
@@ -52,26 +39,26 @@ def test_plain_pytorch_bfloat16_parameters_lose_small_updates_without_an_error()
     """In bfloat16, rounding absorbs most updates at learning rate 1e-3; the float32 model is the control."""
     moved = []
     for dtype in (torch.bfloat16, torch.float32):
-        model = make_net(Low).to(dtype)
-        before = values(model)
+        model = loops.make_net(Low).to(dtype)
+        before = loops.values(model)
         for _ in range(20):
-            plain_step(model, sgd(model, lr=1e-3), GOOD, torch.float32, plain_scaler())
+            loops.plain_step(model, loops.sgd(model, lr=1e-3), GOOD, torch.float32, loops.plain_scaler())
         moved.append(torch.cat([(before[name] != p).flatten() for name, p in model.named_parameters()]).float().mean())
     assert moved[0] < 0.2 and moved[1] > 0.8
 
 
 @pytest.mark.failure("parameters in 16 bits")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 @pytest.mark.parametrize("change, found", [
     (lambda model: model.half(), "4 .*body.0.weight, body.0.bias, head.weight"),
     (lambda model: model.bfloat16(), "4 .*body.0.weight, body.0.bias, head.weight"),
     (lambda model: model.head.half(), "2 .*head.weight, head.bias"),
 ], ids=["half", "bfloat16", "half head"])  # fmt: skip
 def test_trainer_rejects_model_with_low_precision_parameters(change, found, dtype):
-    model = make_net(Low)
+    model = loops.make_net(Low)
     change(model)
     with pytest.raises(TrainingError, match=found):
-        make_trainer(model, [sgd(model)], [GOOD], dtype).train(0, 1, 1)
+        loops.make_trainer(model, [loops.sgd(model)], [GOOD], dtype).train(0, 1, 1)
 
 
 @pytest.mark.integration
@@ -90,7 +77,7 @@ def test_default_trainer_rejects_model_with_low_precision_parameters(demo, tmp_p
 # A run in which the parameters do not change.
 
 
-class Weighted(Net):
+class Weighted(loops.Net):
     """Net whose loss is multiplied by ``weight``."""
 
     def __init__(self, weight, **options):
@@ -101,7 +88,7 @@ class Weighted(Net):
         return {"loss_cls": super().losses(logits, batch)["loss_cls"] * self.weight}
 
 
-class Dead(Net):
+class Dead(loops.Net):
     """Net whose loss is the sum of dead ReLU outputs, so that all gradients are zero."""
 
     def losses(self, logits, batch):
@@ -116,34 +103,34 @@ class Idle(torch.optim.SGD):
 
 
 NOTHING = {
-    "tiny rate": lambda: (model := make_net(), sgd(model, lr=1e-12)),
-    "rate 0": lambda: (model := make_net(), sgd(model, lr=0.0)),
-    "weight 0": lambda: (model := make_net(Weighted, weight=0.0), sgd(model)),
-    "dead": lambda: (model := make_net(Dead), sgd(model)),
-    "idle": lambda: (model := make_net(), Idle(model.parameters(), lr=0.1)),
+    "tiny rate": lambda: (model := loops.make_net(), loops.sgd(model, lr=1e-12)),
+    "rate 0": lambda: (model := loops.make_net(), loops.sgd(model, lr=0.0)),
+    "weight 0": lambda: (model := loops.make_net(Weighted, weight=0.0), loops.sgd(model)),
+    "dead": lambda: (model := loops.make_net(Dead), loops.sgd(model)),
+    "idle": lambda: (model := loops.make_net(), Idle(model.parameters(), lr=0.1)),
 }
 
 
 @pytest.mark.failure("gradients that are all zero")
 @pytest.mark.failure("parameters that do not change")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 @pytest.mark.parametrize("name", NOTHING)
 def test_plain_pytorch_does_not_warn_if_parameters_do_not_change(name, dtype, caplog):
-    for scaler in (None, plain_scaler()):
+    for scaler in (None, loops.plain_scaler()):
         model, optimizer = NOTHING[name]()
-        before = values(model)
+        before = loops.values(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            losses = {plain_step(model, optimizer, GOOD, dtype, scaler) for _ in range(10)}
-        assert len(losses) == 1 and same(before, values(model)) and not caplog.text
+            losses = {loops.plain_step(model, optimizer, GOOD, dtype, scaler) for _ in range(10)}
+        assert len(losses) == 1 and loops.same(before, loops.values(model)) and not caplog.text
 
 
 @pytest.mark.failure("parameters that do not change")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 @pytest.mark.parametrize("name", ["tiny rate", "idle"])
 def test_unchanged_parameters_raise_after_three_steps(name, dtype):
     model, optimizer = NOTHING[name]()
-    trainer = make_trainer(model, [optimizer], [GOOD] * 10, dtype)
+    trainer = loops.make_trainer(model, [optimizer], [GOOD] * 10, dtype)
     with pytest.raises(TrainingError, match=r"SOLVER.BASE_LR") as error:
         trainer.train(0, 1, 10)
     assert trainer.iter == 3
@@ -152,7 +139,7 @@ def test_unchanged_parameters_raise_after_three_steps(name, dtype):
 
 
 @pytest.mark.failure("gradients that are all zero")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 @pytest.mark.parametrize("name, message", [
     ("rate 0", "the learning rate is 0"),
     ("weight 0", "gradients are exactly zero"),
@@ -160,27 +147,27 @@ def test_unchanged_parameters_raise_after_three_steps(name, dtype):
 ])  # fmt: skip
 def test_zero_gradients_and_zero_learning_rate_warn_once(name, message, dtype, caplog):
     model, optimizer = NOTHING[name]()
-    make_trainer(model, [optimizer], [GOOD] * 10, dtype).train(0, 1, 10)
+    loops.make_trainer(model, [optimizer], [GOOD] * 10, dtype).train(0, 1, 10)
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert message in warning.getMessage()
 
 
 @pytest.mark.failure("gradients that are all zero")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_zero_gradients_warn_although_weight_decay_changes_parameters(dtype, caplog):
     """Weight decay changes the parameters, so unchanged parameters are not the only sign of zero gradients."""
-    model = make_net(Weighted, weight=0.0)
-    before = values(model)
+    model = loops.make_net(Weighted, weight=0.0)
+    before = loops.values(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    make_trainer(model, [optimizer], [GOOD] * 5, dtype).train(0, 1, 5)
-    assert "gradients are exactly zero" in caplog.text and not same(before, values(model))
+    loops.make_trainer(model, [optimizer], [GOOD] * 5, dtype).train(0, 1, 5)
+    assert "gradients are exactly zero" in caplog.text and not loops.same(before, loops.values(model))
 
 
 @pytest.mark.failure("gradients that are all zero")
 def test_verdict_contains_zero_gradient_fraction_if_gradient_norm_is_tiny():
     for weight, expected in ((1.0, None), (1e-4, 0.05), (0.0, 1.0)):
-        model = make_net(Weighted, weight=weight)
-        step = OptimizationStep(model, [sgd(model)])
+        model = loops.make_net(Weighted, weight=weight)
+        step = OptimizationStep(model, [loops.sgd(model)])
         step.scale(model(GOOD)).backward()
         fraction = step.finish().zero_fraction
         if expected is None:
@@ -190,34 +177,34 @@ def test_verdict_contains_zero_gradient_fraction_if_gradient_norm_is_tiny():
 
 
 @pytest.mark.failure("parameters that do not change")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_tiny_learning_rate_raises_despite_batch_norm_updates(dtype):
-    model = make_net(normalize=True)
+    model = loops.make_net(normalize=True)
     with pytest.raises(TrainingError, match="SOLVER.BASE_LR"):
-        make_trainer(model, [sgd(model, lr=1e-12)], [GOOD] * 10, dtype).train(0, 1, 10)
+        loops.make_trainer(model, [loops.sgd(model, lr=1e-12)], [GOOD] * 10, dtype).train(0, 1, 10)
 
 
 @pytest.mark.failure("gradients that are all zero")
 def test_float16_gradient_underflow_logs_zero_gradient_warning(caplog):
-    model = make_net(Weighted, weight=1e-12)
-    make_trainer(model, [sgd(model)], [GOOD] * 5, torch.float16).train(0, 1, 5)
+    model = loops.make_net(Weighted, weight=1e-12)
+    loops.make_trainer(model, [loops.sgd(model)], [GOOD] * 5, torch.float16).train(0, 1, 5)
     assert "gradients are exactly zero" in caplog.text and "float16" in caplog.text
 
 
 @pytest.mark.failure("parameters that do not change")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_training_that_changes_the_parameters_logs_no_warning(dtype, caplog):
-    model = make_net(normalize=True)
-    make_trainer(model, [sgd(model)], [GOOD] * 10, dtype).train(0, 1, 10)
+    model = loops.make_net(normalize=True)
+    loops.make_trainer(model, [loops.sgd(model)], [GOOD] * 10, dtype).train(0, 1, 10)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.failure("parameters that do not change")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_parameter_update_monitor_ignores_skipped_steps(dtype):
-    model = make_net()
-    batches = [spoil(GOOD)] * 5 + [GOOD] * 5
-    trainer = make_trainer(model, [sgd(model, lr=1e-12)], batches, dtype)
+    model = loops.make_net()
+    batches = [loops.spoil(GOOD)] * 5 + [GOOD] * 5
+    trainer = loops.make_trainer(model, [loops.sgd(model, lr=1e-12)], batches, dtype)
     with pytest.raises(TrainingError, match=r"SOLVER.BASE_LR"):
         trainer.train(0, 1, 10)
     assert trainer.iter == 8
@@ -228,11 +215,11 @@ def warm_up_from_zero(optimizer, iteration):
 
 
 @pytest.mark.failure("parameters that do not change")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_warmup_from_zero_logs_no_warning(dtype, caplog):
-    model = make_net()
-    optimizer = sgd(model)
-    trainer = make_trainer(model, [optimizer], [GOOD] * 5, dtype)
+    model = loops.make_net()
+    optimizer = loops.sgd(model)
+    trainer = loops.make_trainer(model, [optimizer], [GOOD] * 5, dtype)
     zero_grad = trainer.step.zero_grad
     trainer.step.zero_grad = lambda: (warm_up_from_zero(optimizer, trainer.iter), zero_grad())
     trainer.train(0, 1, 5)
@@ -256,17 +243,17 @@ def reads(monkeypatch):
 
 
 @pytest.mark.failure("parameters that do not change")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 @pytest.mark.parametrize("clipping", [None, clip])
 @pytest.mark.parametrize("weight", [1.0, 1e-4])
 def test_applied_optimizer_step_copies_to_the_host_only_once(reads, dtype, clipping, weight):
     """Monitoring parameter updates in the first steps and counting zero gradients add no synchronization."""
-    model = make_net(Weighted, weight=weight, normalize=True)
+    model = loops.make_net(Weighted, weight=weight, normalize=True)
     scaler = LossScaler(init_scale=64.0) if dtype == torch.float16 else None
-    step = OptimizationStep(model, [sgd(model)], scaler=scaler, clip=clipping)
+    step = OptimizationStep(model, [loops.sgd(model)], scaler=scaler, clip=clipping)
     for number in range(6):
         step.zero_grad()
-        with autocast(dtype):
+        with loops.autocast(dtype):
             losses = model(GOOD)
         reads.clear()
         step.scale(losses).backward()
@@ -279,7 +266,7 @@ def test_applied_optimizer_step_copies_to_the_host_only_once(reads, dtype, clipp
 def test_skipped_optimizer_step_copies_to_the_host_twice(reads):
     """The second copy lists the non-finite parameters. This test is also the negative control of ``reads``."""
     model = nn.Linear(4, 1)
-    step = OptimizationStep(model, [sgd(model)])
+    step = OptimizationStep(model, [loops.sgd(model)])
     step.scale({"loss": model(torch.full((2, 4), float("inf"))).sum()}).backward()
     reads.clear()
     assert not step.finish().ok and reads == ["tolist", "tolist"]

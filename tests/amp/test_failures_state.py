@@ -4,27 +4,11 @@ import logging
 import math
 import re
 
+import loops
 import pytest
 import tiny
 import torch
 import train_net
-from loops import (
-    ALL,
-    LOW,
-    Net,
-    autocast,
-    finite,
-    grad_norm,
-    make_batch,
-    make_net,
-    make_trainer,
-    plain_scaler,
-    plain_step,
-    same,
-    sgd,
-    spoil,
-    values,
-)
 from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep
@@ -35,7 +19,7 @@ from fastamp.engine.train_loop import HookBase
 from fastamp.solver import WeightAverage
 from fastamp.utils.errors import TrainingError
 
-BAD, GOOD = spoil(make_batch()), make_batch()
+BAD, GOOD = loops.spoil(loops.make_batch()), loops.make_batch()
 
 
 class Record(HookBase):
@@ -45,7 +29,7 @@ class Record(HookBase):
         self.steps = []
 
     def after_step(self):
-        self.steps.append(values(self.trainer.model))
+        self.steps.append(loops.values(self.trainer.model))
 
 
 # One overflowing batch. With several processes: test_failures_ranks.py.
@@ -53,45 +37,47 @@ class Record(HookBase):
 
 def evaluate(model, dtype):
     model.eval()
-    with torch.no_grad(), autocast(dtype):
+    with torch.no_grad(), loops.autocast(dtype):
         return model(GOOD)
 
 
 @pytest.mark.failure("overflow in one batch: statistics")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 def test_plain_pytorch_evaluation_stays_nan_after_one_overflowing_batch(dtype):
-    model, scaler = make_net(normalize=True), plain_scaler()
-    optimizer = sgd(model)
+    model, scaler = loops.make_net(normalize=True), loops.plain_scaler()
+    optimizer = loops.sgd(model)
     for batch in (GOOD, BAD, *[GOOD] * 50):
-        plain_step(model, optimizer, batch, dtype, scaler)
-    assert finite(model.parameters()) and not any(finite([buffer]) for buffer in list(model.buffers())[:2])
+        loops.plain_step(model, optimizer, batch, dtype, scaler)
+    assert loops.finite(model.parameters()) and not any(loops.finite([buffer]) for buffer in list(model.buffers())[:2])
     assert evaluate(model, dtype).isnan().all()
 
 
 @pytest.mark.failure("overflow in one batch: statistics")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_skipped_step_restores_batch_norm_statistics(dtype, accum_steps):
-    model, record = make_net(normalize=True), Record()
+    model, record = loops.make_net(normalize=True), Record()
     batches = [GOOD] * accum_steps + [GOOD] * (accum_steps - 1) + [BAD] + [GOOD] * accum_steps
-    trainer = make_trainer(model, [sgd(model)], batches, dtype, init_scale=8.0, accum_steps=accum_steps)
+    trainer = loops.make_trainer(model, [loops.sgd(model)], batches, dtype, init_scale=8.0, accum_steps=accum_steps)
     trainer.register_hooks([record])
     trainer.train(0, 1, 3)
     assert trainer.step.skipped_total == 1
     first, second, third = record.steps
-    assert same(first, second) and not same(second, third)
+    assert loops.same(first, second) and not loops.same(second, third)
     assert first["body.1.num_batches_tracked"] == accum_steps and third["body.1.num_batches_tracked"] == 2 * accum_steps
     check_finite(model)
-    assert finite([evaluate(model, dtype)])
+    assert loops.finite([evaluate(model, dtype)])
 
 
 @pytest.mark.failure("overflow in one batch: statistics")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_check_finite_names_non_finite_statistics_if_buffers_are_not_restored(dtype):
-    model = make_net(normalize=True)
-    trainer = make_trainer(model, [sgd(model)], [GOOD, BAD, GOOD], dtype, init_scale=8.0, guard_buffers=False)
+    model = loops.make_net(normalize=True)
+    trainer = loops.make_trainer(
+        model, [loops.sgd(model)], [GOOD, BAD, GOOD], dtype, init_scale=8.0, guard_buffers=False
+    )
     trainer.train(0, 1, 3)
-    assert trainer.step.skipped_total == 1 and finite(model.parameters())
+    assert trainer.step.skipped_total == 1 and loops.finite(model.parameters())
     assert evaluate(model, dtype).isnan().all()
     with pytest.raises(TrainingError, match=r"2 .*body.1.running_mean"):
         check_finite(model)
@@ -99,12 +85,12 @@ def test_check_finite_names_non_finite_statistics_if_buffers_are_not_restored(dt
 
 @pytest.mark.failure("NaN in the model at evaluation")
 def test_plain_pytorch_evaluates_and_saves_a_non_finite_model(tmp_path):
-    model = make_net()
+    model = loops.make_net()
     with torch.no_grad():
         model.head.weight[0, 0] = float("nan")
     assert evaluate(model, torch.float32)[:, 0].isnan().all()
     torch.save(model.state_dict(), tmp_path / "weights.pth")
-    assert not finite(torch.load(tmp_path / "weights.pth", weights_only=True).values())
+    assert not loops.finite(torch.load(tmp_path / "weights.pth", weights_only=True).values())
 
 
 class Poison(HookBase):
@@ -131,7 +117,7 @@ def test_non_finite_model_is_not_evaluated_or_saved(demo, tmp_path, monkeypatch,
     with pytest.raises(TrainingError, match=r"heads.weight"):
         trainer.train()
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000.pth"
-    assert finite(tiny.weights(tmp_path / "model_0000.pth").values())
+    assert loops.finite(tiny.weights(tmp_path / "model_0000.pth").values())
     assert len(evaluated) == evaluations
 
 
@@ -159,7 +145,7 @@ def test_restore_buffers_on_skip_prevents_non_finite_running_statistics(demo, tm
     monkeypatch.setattr(DefaultTrainer, "build_train_loader", classmethod(with_a_bad_batch))
     options = ("SOLVER.MAX_EPOCH", "1", "SOLVER.AMP", "bf16")
     assert train_net.cli(tiny.tiny_options(tmp_path / "on", *options)) == 0
-    assert finite(tiny.weights(tmp_path / "on/model_final.pth").values())
+    assert loops.finite(tiny.weights(tmp_path / "on/model_final.pth").values())
     assert (
         train_net.cli(tiny.tiny_options(tmp_path / "off", *options, "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP", "off")) == 2
     )
@@ -172,11 +158,11 @@ def test_restore_buffers_on_skip_prevents_non_finite_running_statistics(demo, tm
 
 def plain_norms(dtype, batches):
     """Train in plain PyTorch, one step for each batch; return the unscaled gradient norms."""
-    model, scaler, norms = make_net(normalize=True), plain_scaler(init_scale=8.0), []
-    optimizer = sgd(model)
+    model, scaler, norms = loops.make_net(normalize=True), loops.plain_scaler(init_scale=8.0), []
+    optimizer = loops.sgd(model)
     for batch in batches:
         optimizer.zero_grad()
-        with autocast(dtype):
+        with loops.autocast(dtype):
             loss = model(batch)["loss_cls"]
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -187,13 +173,13 @@ def plain_norms(dtype, batches):
 
 
 @pytest.mark.failure("gradient norm of a skipped step")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 def test_averaged_metrics_exclude_skipped_steps(dtype):
     meter = plain_norms(dtype, [GOOD, BAD, *[GOOD] * 20])
     assert not math.isfinite(sum(meter) / len(meter))
 
-    model = make_net(normalize=True)
-    trainer = make_trainer(model, [sgd(model)], [GOOD, BAD, *[GOOD] * 20], dtype, init_scale=8.0)
+    model = loops.make_net(normalize=True)
+    trainer = loops.make_trainer(model, [loops.sgd(model)], [GOOD, BAD, *[GOOD] * 20], dtype, init_scale=8.0)
     trainer.train(0, 1, 22)
     metrics = trainer.metrics.flush()
     # The average equals that of a run without the overflowing batch.
@@ -205,7 +191,7 @@ def test_averaged_metrics_exclude_skipped_steps(dtype):
 # A checkpoint without the loss scale.
 
 
-class Steep(Net):
+class Steep(loops.Net):
     """Net whose float16 gradients overflow if the loss scale exceeds about 500."""
 
     def losses(self, logits, batch):
@@ -213,29 +199,29 @@ class Steep(Net):
 
 
 def steep_trainer(dtype, batches=60):
-    model = make_net(Steep)
-    trainer = make_trainer(model, [sgd(model, lr=1e-6)], [GOOD] * batches, dtype)
+    model = loops.make_net(Steep)
+    trainer = loops.make_trainer(model, [loops.sgd(model, lr=1e-6)], [GOOD] * batches, dtype)
     trainer.iters_per_epoch = 30
     return trainer
 
 
 def plain_skips(model, scaler):
     """Train for 30 steps with a plain PyTorch loop; return the number of skipped steps."""
-    skipped, optimizer = 0, sgd(model, lr=1e-6)
+    skipped, optimizer = 0, loops.sgd(model, lr=1e-6)
     for _ in range(30):
-        before = values(model)
-        plain_step(model, optimizer, GOOD, torch.float16, scaler)
-        skipped += same(before, values(model))
+        before = loops.values(model)
+        loops.plain_step(model, optimizer, GOOD, torch.float16, scaler)
+        skipped += loops.same(before, loops.values(model))
     return skipped
 
 
 @pytest.mark.failure("checkpoint without the loss scale")
 def test_plain_pytorch_resume_without_scaler_state_skips_steps_again():
-    model, scaler = make_net(Steep), plain_scaler()
+    model, scaler = loops.make_net(Steep), loops.plain_scaler()
     first = plain_skips(model, scaler)
     kept = scaler.state_dict()
-    assert first == plain_skips(model, plain_scaler()) >= 5
-    scaler = plain_scaler()
+    assert first == plain_skips(model, loops.plain_scaler()) >= 5
+    scaler = loops.plain_scaler()
     scaler.load_state_dict(kept)
     assert plain_skips(model, scaler) == 0
 
@@ -322,13 +308,13 @@ def test_float32_weight_average_accumulates_small_updates():
 
 
 @pytest.mark.failure("weight average in 16 bits")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_weight_average_after_training_matches_float64_reference(dtype):
     """The reference is a float64 average over the applied steps only."""
-    model, record = make_net(normalize=True), Record()
+    model, record = loops.make_net(normalize=True), Record()
     average = WeightAverage(model, "ema")
-    start = {name: tensor.double() for name, tensor in values(model).items()}
-    trainer = make_trainer(model, [sgd(model)], [GOOD, BAD, *[GOOD] * 20], dtype, init_scale=8.0)
+    start = {name: tensor.double() for name, tensor in loops.values(model).items()}
+    trainer = loops.make_trainer(model, [loops.sgd(model)], [GOOD, BAD, *[GOOD] * 20], dtype, init_scale=8.0)
     trainer.register_hooks([EMA(average, DECAY, warmup=False), record])
     trainer.train(0, 1, 22)
     assert average.updates == 21
@@ -346,7 +332,7 @@ def test_weight_average_after_training_matches_float64_reference(dtype):
 # Accumulation with unscale, step or update inside the window.
 
 
-WINDOW = [make_batch(seed) for seed in range(4)]
+WINDOW = [loops.make_batch(seed) for seed in range(4)]
 
 
 def plain_window(dtype, *, inside):
@@ -360,11 +346,11 @@ def plain_window(dtype, *, inside):
     Returns:
         Model, gradient norm before the last step, and number of steps while accumulating.
     """
-    model, scaler, steps = make_net(), plain_scaler(), []
-    optimizer = sgd(model)
+    model, scaler, steps = loops.make_net(), loops.plain_scaler(), []
+    optimizer = loops.sgd(model)
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
     for batch in WINDOW:
-        with autocast(dtype):
+        with loops.autocast(dtype):
             loss = model(batch)["loss_cls"] / len(WINDOW)
         scaler.scale(loss).backward()
         if inside == "unscale":
@@ -375,14 +361,14 @@ def plain_window(dtype, *, inside):
             scaler.update()
     if not inside:
         scaler.unscale_(optimizer)
-    norm = grad_norm(model)
+    norm = loops.grad_norm(model)
     if inside != "step":
         optimizer.step()
     return model, norm, len(steps)
 
 
 @pytest.mark.failure("scaler calls during accumulation")
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", loops.LOW)
 def test_plain_pytorch_scaler_calls_during_accumulation_corrupt_gradients(dtype):
     right, norm, steps = plain_window(dtype, inside=None)
     assert steps == 1
@@ -396,16 +382,18 @@ def test_plain_pytorch_scaler_calls_during_accumulation_corrupt_gradients(dtype)
 
 
 @pytest.mark.failure("scaler calls during accumulation")
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dtype", loops.ALL)
 def test_accumulation_over_four_batches_applies_one_optimizer_step(dtype):
-    model = make_net()
-    trainer = make_trainer(model, [sgd(model)], WINDOW, dtype, accum_steps=4)
+    model = loops.make_net()
+    trainer = loops.make_trainer(model, [loops.sgd(model)], WINDOW, dtype, accum_steps=4)
     trainer.train(0, 1, 1)
     assert trainer.steps_taken == 1
     plain, norm, _ = plain_window(dtype, inside=None)
     assert trainer.metrics.flush()["grad_norm"] == pytest.approx(norm, rel=1e-3)
-    whole = make_net()
-    plain_step(whole, sgd(whole), {key: torch.cat([b[key] for b in WINDOW]) for key in WINDOW[0]}, torch.float32)
+    whole = loops.make_net()
+    loops.plain_step(
+        whole, loops.sgd(whole), {key: torch.cat([b[key] for b in WINDOW]) for key in WINDOW[0]}, torch.float32
+    )
     for ours, accumulated, together in zip(model.parameters(), plain.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours, accumulated, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours, together, rtol=1e-2, atol=1e-3)
@@ -413,8 +401,8 @@ def test_accumulation_over_four_batches_applies_one_optimizer_step(dtype):
 
 @pytest.mark.failure("scaler calls during accumulation")
 def test_step_accumulates_gradients_of_weighted_micro_batches():
-    model, step_scaler = make_net(), LossScaler(init_scale=65536.0)
-    step = OptimizationStep(model, [sgd(model)], scaler=step_scaler)
+    model, step_scaler = loops.make_net(), LossScaler(init_scale=65536.0)
+    step = OptimizationStep(model, [loops.sgd(model)], scaler=step_scaler)
     for batch in WINDOW:
         step.scale(model(batch), weight=1 / 4).backward()
     assert step.finish().grad_norm == pytest.approx(plain_window(torch.float32, inside=None)[1], rel=1e-5)
