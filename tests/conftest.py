@@ -112,6 +112,21 @@ def demo(demo_root, monkeypatch):
     return demo_root
 
 
+@pytest.fixture
+def input_error(request):
+    """Function that calls a command with invalid input, ``input_error(command, *args)``, and returns its message."""
+    captured = request.getfixturevalue("capfd" if "capfd" in request.fixturenames else "capsys")
+
+    def call(command, *args):
+        captured.readouterr()
+        assert command(*args) == 2
+        message = captured.readouterr().err
+        assert "Traceback" not in message
+        return message
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def run_folder(demo_root, tmp_path_factory):
     """OUTPUT_DIR of a one-epoch bfloat16 run."""

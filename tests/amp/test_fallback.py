@@ -47,9 +47,8 @@ def checkpoint(output):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("precision, factor", [("fp16", "1e6"), ("bf16", "inf")])
-def test_train_exits_with_2_if_on_failure_is_error(demo, tmp_path, capfd, precision, factor):
-    assert train_net.cli(options(tmp_path, precision, "error", factor)) == 2
-    stderr = capfd.readouterr().err
+def test_train_exits_with_2_if_on_failure_is_error(demo, tmp_path, input_error, precision, factor):
+    stderr = input_error(train_net.cli, options(tmp_path, precision, "error", factor))
     assert "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS (3)" in stderr
 
 

@@ -99,7 +99,7 @@ def test_dry_run_resumes_an_existing_run_without_changing_it(dry_run, run_folder
 
 @pytest.mark.parametrize("folder, name", [("bounding_box_train", "Demo"), ("query", "Demo"), ("", "Market1501")])
 def test_dry_run_prints_same_error_as_training_for_invalid_data(
-    dry_run, demo_root, tmp_path, monkeypatch, capfd, folder, name
+    dry_run, demo_root, tmp_path, monkeypatch, input_error, folder, name
 ):
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
@@ -109,8 +109,7 @@ def test_dry_run_prints_same_error_as_training_for_invalid_data(
     options = ("SOLVER.MAX_EPOCH", "1", "DATASETS.NAMES", name)
     code, _, err = dry_run(*options)
     assert code == 2 and err.startswith("error: ")
-    assert main(["train", *tiny.tiny_options(tmp_path / "real", *options)]) == 2
-    assert capfd.readouterr().err == err
+    assert input_error(main, ["train", *tiny.tiny_options(tmp_path / "real", *options)]) == err
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,5 @@ def test_model_of_a_file_without_config_is_inferred(tmp_path):
     assert keys["MODEL.BACKBONE.DEPTH"] == "18x" and "MODEL.HEADS.NUM_CLASSES" not in keys
 
 
-def test_config_instead_of_weights_is_refused(capsys):
-    assert main(["finetune", "Demo/quickstart", "Demo"]) == 2
-    assert "Demo/quickstart" in capsys.readouterr().err
+def test_config_instead_of_weights_is_refused(input_error):
+    assert "Demo/quickstart" in input_error(main, ["finetune", "Demo/quickstart", "Demo"])

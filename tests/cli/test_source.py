@@ -84,18 +84,13 @@ def test_recipes_are_found_by_name_from_any_folder(elsewhere):
     assert config_of(f"{RECIPE}.yml").SEED == 8
 
 
-def test_unknown_source_is_named_as_typed_with_the_nearest_recipe(elsewhere, capsys):
-    assert main(["train", "Market1501/sbs_R50-ibm"]) == 2
-    err = capsys.readouterr().err
+def test_unknown_source_is_named_as_typed_with_the_nearest_recipe(elsewhere, input_error):
+    err = input_error(main, ["train", "Market1501/sbs_R50-ibm"])
     assert "'Market1501/sbs_R50-ibm'" in err and f"'{RECIPE}'" in err and "--config-file" not in err
-    assert main(["train", f"{RECIPE}s.yml"]) == 2
-    assert f"'{RECIPE}'" in capsys.readouterr().err
-    assert main(["train", RECIPE, "--config-file", "x.yml"]) == 2
-    assert RECIPE in capsys.readouterr().err
-    assert main(["eval", "missing.pth"]) == 2
-    assert "missing.pth" in capsys.readouterr().err
-    assert main(["eval", RECIPE]) == 2
-    assert "MODEL.WEIGHTS" in capsys.readouterr().err
+    assert f"'{RECIPE}'" in input_error(main, ["train", f"{RECIPE}s.yml"])
+    assert RECIPE in input_error(main, ["train", RECIPE, "--config-file", "x.yml"])
+    assert "missing.pth" in input_error(main, ["eval", "missing.pth"])
+    assert "MODEL.WEIGHTS" in input_error(main, ["eval", RECIPE])
 
 
 def test_training_config_of_a_run_folder_and_a_checkpoint(run_folder, checkpoint):
@@ -117,13 +112,12 @@ def test_training_config_of_a_run_folder_and_a_checkpoint(run_folder, checkpoint
 
 
 @pytest.mark.integration
-def test_run_folder_continues_with_resume_and_a_checkpoint_does_not(demo, run_folder, tmp_path, capsys):
+def test_run_folder_continues_with_resume_and_a_checkpoint_does_not(demo, run_folder, tmp_path, input_error):
     run = shutil.copytree(run_folder, tmp_path / "moved")
     assert main(["train", str(run), "SOLVER.MAX_EPOCH=2", "--resume"]) == 0
     state = torch.load(run / "model_final.pth", weights_only=True)
     assert state["trainer"]["iteration"] == 12
-    assert main(["train", str(run / "model_best.pth"), "--resume"]) == 2
-    err = capsys.readouterr().err
+    err = input_error(main, ["train", str(run / "model_best.pth"), "--resume"])
     assert str(run / "model_best.pth") in err and f"fastamp train {run} --resume" in err
 
 
@@ -137,7 +131,7 @@ def test_checkpoint_starts_a_new_run_with_its_config_and_weights(demo, checkpoin
 
 @pytest.mark.integration
 @pytest.mark.parametrize("source", ["model_best.pth", ""])
-def test_training_on_another_dataset_has_its_number_of_classes(demo, run_folder, source, tmp_path, capsys):
+def test_training_on_another_dataset_has_its_number_of_classes(demo, run_folder, source, tmp_path, input_error):
     rows = [f"{path},{path.name[:4]}" for path in sorted(demo.glob("*/bounding_box_train/*.jpg"))]
     (tmp_path / "mine.csv").write_text("\n".join(["path,pid", *rows]))  # half of the identities are for testing
     output = tmp_path / "fine_tuned"
@@ -147,8 +141,7 @@ def test_training_on_another_dataset_has_its_number_of_classes(demo, run_folder,
     assert 0 < classes < config_of(run_folder).MODEL.HEADS.NUM_CLASSES
     assert len(tiny.weights(output / "model_final.pth")["heads.weight"]) == classes
     resumed = ["train", str(run_folder), "--resume", *options, f"OUTPUT_DIR={tmp_path}/resumed"]
-    assert main(resumed) == 2
-    assert "MODEL.HEADS.NUM_CLASSES" in capsys.readouterr().err
+    assert "MODEL.HEADS.NUM_CLASSES" in input_error(main, resumed)
 
 
 @pytest.mark.parametrize("source", ["model_best.pth", ""])
@@ -193,15 +186,14 @@ def test_model_commands_take_a_run_folder_or_a_config_with_weights(
     assert (tmp_path / "small.pth").stat().st_size < checkpoint.stat().st_size
 
 
-def test_errors_name_the_argument_that_the_user_typed(demo, checkpoint, tmp_path, capsys, monkeypatch):
+def test_errors_name_the_argument_that_the_user_typed(demo, checkpoint, tmp_path, input_error, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words, part in (
         (["compare", checkpoint, "a.jpg", "b.jpg", "--device", "cuda"], "--device is 'cuda'"),
         (["export", checkpoint, tmp_path / "x.onnx", "--data", "Demoo"], "--data: unknown name 'Demoo'"),
         (["check-data", "Demoo"], "dataset: unknown name 'Demoo'"),
     ):
-        assert main([str(word) for word in words]) == 2
-        err = capsys.readouterr().err
+        err = input_error(main, [str(word) for word in words])
         assert part in err and "DATASETS.NAMES" not in err and "MODEL.DEVICE" not in err
     for words, part in ((["visualize", "x", "--num", "0"], "--num"), (["train", "--resumee"], "'--resume'")):
         with pytest.raises(SystemExit):

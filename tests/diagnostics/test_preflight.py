@@ -177,9 +177,8 @@ def planted(output, *opts):
 
 
 @pytest.mark.integration
-def test_preflight_overflow_writes_a_crash_dump_that_can_be_replayed(demo, tmp_path, capfd):
-    assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16")) == 2
-    error = capfd.readouterr().err
+def test_preflight_overflow_writes_a_crash_dump_that_can_be_replayed(demo, tmp_path, input_error, capfd):
+    error = input_error(train_net.cli, planted(tmp_path, "SOLVER.AMP", "fp16"))
     assert "forward overflow in backbone.4 (Conv2d)" in error and "FORCE_FP32 \"['backbone.4']\"" in error
     assert f"fastamp replay {tmp_path}/amp_crash/iteration_1_rank_0.pth" in error and "Traceback" not in error
     assert not (tmp_path / "last_checkpoint").exists()
@@ -213,10 +212,9 @@ def test_preflight_falls_back_to_float32_without_native_bfloat16(demo, tmp_path,
 
 
 @pytest.mark.integration
-def test_training_continues_after_a_failed_preflight_if_preflight_is_warn(demo, tmp_path, capfd):
+def test_training_continues_after_a_failed_preflight_if_preflight_is_warn(demo, tmp_path, input_error):
     opts = ("SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "warn", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "2")
-    assert train_net.cli(planted(tmp_path, *opts)) == 2
-    log, error = (tmp_path / "log.txt").read_text(), capfd.readouterr().err
+    log, error = (tmp_path / "log.txt").read_text(), input_error(train_net.cli, planted(tmp_path, *opts))
     assert "WARNING: pre-flight failed in float16" in log
     assert "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS (2)" in error and "forward overflow in backbone.4" in error
     crash = CrashDump.read(tmp_path / "amp_crash")
@@ -254,19 +252,17 @@ def build_rgb_backbone(cfg):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("precision", ["off", "bf16"])
-def test_train_exits_with_2_if_image_channels_do_not_match_the_model(demo, tmp_path, capfd, precision):
+def test_train_exits_with_2_if_image_channels_do_not_match_the_model(demo, tmp_path, input_error, precision):
     opts = ("MODEL.BACKBONE.NAME", "build_rgb_backbone", "INPUT.CHANNELS", "1", "SOLVER.AMP", precision)
-    assert train_net.cli(tiny.tiny_options(tmp_path, *opts)) == 2
-    error = capfd.readouterr().err
+    error = input_error(train_net.cli, tiny.tiny_options(tmp_path, *opts))
     assert "expected 3 channels, got 1" in error and "INPUT.CHANNELS" in error and "Traceback" not in error
 
 
-def test_amp_replay_exits_with_2_without_a_valid_crash_dump(tmp_path, capfd):
+def test_amp_replay_exits_with_2_without_a_valid_crash_dump(tmp_path, input_error):
     for content, expected in ((None, str(tmp_path)), ({"a": 1}, "x.pth")):
         if content:
             torch.save(content, tmp_path / "x.pth")
-        assert amp_replay.cli([str(tmp_path)]) == 2
-        assert expected in capfd.readouterr().err
+        assert expected in input_error(amp_replay.cli, [str(tmp_path)])
     assert amp_replay.cli([str(tmp_path / "missing.pth")]) == 2
     (tmp_path / "x.pth").write_bytes(b"PK nonsense")
     assert amp_replay.cli([str(tmp_path / "x.pth")]) == 2

@@ -42,7 +42,7 @@ class FillDisk(HookBase):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_full_disk_error_names_only_a_valid_best_model(demo, tmp_path, capsys, evaluated):
+def test_full_disk_error_names_only_a_valid_best_model(demo, tmp_path, input_error, evaluated):
     """If no evaluation was run, the file ``model_best.pth`` of an earlier run is not named."""
     options = ["TEST.EVAL_PERIOD", "1" if evaluated else "4", "SOLVER.CHECKPOINT_PERIOD", "2"]
     if not evaluated:
@@ -53,14 +53,13 @@ def test_full_disk_error_names_only_a_valid_best_model(demo, tmp_path, capsys, e
         trainer.register_hooks([FillDisk(trainer.checkpointer)])
         trainer.train()
 
-    assert run_command_line(train) == 2
-    stderr = capsys.readouterr().err
+    stderr = input_error(run_command_line, train)
     assert (f"best model: {tmp_path}/model_best.pth (" in stderr) == evaluated, stderr
     assert ("has been saved" in stderr) == (not evaluated)
 
 
 @pytest.mark.integration
-def test_failed_checkpoint_write_keeps_the_previous_checkpoint(demo, tmp_path, capsys):
+def test_failed_checkpoint_write_keeps_the_previous_checkpoint(demo, tmp_path, input_error):
     cfg = tiny.tiny_config(tmp_path, "TEST.EVAL_PERIOD", "4")
 
     def train():
@@ -69,8 +68,7 @@ def test_failed_checkpoint_write_keeps_the_previous_checkpoint(demo, tmp_path, c
         trainer.register_hooks([FillDisk(trainer.checkpointer)])
         trainer.train()
 
-    assert run_command_line(train) == 2
-    stderr = capsys.readouterr().err
+    stderr = input_error(run_command_line, train)
     assert f"error: {tmp_path}/model_0001.pth cannot be written: File too large (" in stderr
     assert f"last valid checkpoint: {tmp_path}/model_0000.pth" in stderr and "--resume" in stderr
     assert "Traceback" not in stderr
@@ -118,19 +116,17 @@ def test_failed_log_write_prints_one_line_without_traceback(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "y" * 300])
-def test_too_long_file_name_exits_with_2(capsys, name):
-    assert run_command_line(lambda: Path(name).exists()) == 2
-    stderr = capsys.readouterr().err
+def test_too_long_file_name_exits_with_2(input_error, name):
+    stderr = input_error(run_command_line, lambda: Path(name).exists())
     assert stderr.startswith("error: cannot access file: File name too long.\n  found: ")
     assert f"({len(name)} characters)" in stderr and len(stderr) < 500
 
 
-def test_too_many_open_files_exits_with_2(capsys):
+def test_too_many_open_files_exits_with_2(input_error):
     def fail():
         raise OSError(errno.EMFILE, "Too many open files", "metrics.json")
 
-    assert run_command_line(fail) == 2
-    stderr = capsys.readouterr().err
+    stderr = input_error(run_command_line, fail)
     assert stderr.startswith("error: too many open files: cannot open metrics.json") and "ulimit -n" in stderr
 
 

@@ -278,12 +278,11 @@ def test_swa_contains_the_initial_weights_with_their_fraction(demo, tmp_path, pe
         torch.testing.assert_close(final["average"]["model"][name], 0.4 * initial[name] + 0.6 * mean)
 
 
-def test_swa_with_random_initial_weights_exits_with_2(demo, tmp_path, capfd):
+def test_swa_with_random_initial_weights_exits_with_2(demo, tmp_path, input_error):
     import train_net
 
     options = ("SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.INITIAL_WEIGHT", "0.5", "MODEL.BACKBONE.PRETRAIN", "False")
-    assert train_net.cli(tiny.tiny_options(tmp_path, *options)) == 2
-    assert "starts from random weights" in capfd.readouterr().err
+    assert "starts from random weights" in input_error(train_net.cli, tiny.tiny_options(tmp_path, *options))
 
 
 def test_enabling_ema_and_swa_exits_with_2(demo, tmp_path, capfd):

@@ -44,11 +44,10 @@ def content(folder):
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_second_training_run_exits_with_2_and_names_the_lock_holder(running, capsys):
+def test_second_training_run_exits_with_2_and_names_the_lock_holder(running, input_error):
     folder, process = running
     before = content(folder)
-    assert main(["train", *tiny.tiny_options(folder, "SOLVER.MAX_EPOCH", "1")]) == 2
-    stderr = capsys.readouterr().err
+    stderr = input_error(main, ["train", *tiny.tiny_options(folder, "SOLVER.MAX_EPOCH", "1")])
     assert (
         f"error: OUTPUT_DIR {folder} is locked: another process is writing to it" in stderr
         and "Traceback" not in stderr

@@ -85,6 +85,5 @@ def test_test_set_that_is_listed_twice_is_summarized_once(demo, tmp_path):
 @pytest.mark.parametrize(
     "arguments", [["--seeds", "1", "1", "--resume"], ["--seeds", "1", "--dry-run"], ["--seeds", "1", "--eval-only"]]
 )
-def test_invalid_combinations_exit_with_2(arguments, demo, tmp_path, capsys):
-    assert main(["train", *arguments, *options(tmp_path)]) == 2
-    assert "--seeds" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+def test_invalid_combinations_exit_with_2(arguments, demo, tmp_path, input_error):
+    assert "--seeds" in input_error(main, ["train", *arguments, *options(tmp_path)]) and list(tmp_path.iterdir()) == []

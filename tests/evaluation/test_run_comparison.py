@@ -191,6 +191,5 @@ def test_command_states_different_evaluations(runs, rankings, tmp_path, capsys):
     assert "evaluations differ" not in capsys.readouterr().out
 
 
-def test_command_reports_errors(runs, tmp_path, capsys):
-    assert main(["compare-runs", str(runs[0]), str(tmp_path / "none")]) == 2
-    assert "fix:" in capsys.readouterr().err
+def test_command_reports_errors(runs, tmp_path, input_error):
+    assert "fix:" in input_error(main, ["compare-runs", str(runs[0]), str(tmp_path / "none")])

@@ -312,7 +312,7 @@ def distorted(monkeypatch, change):
     monkeypatch.setitem(FORMATS, ".pt2", Format(plain.title, plain.packages, plain.content, runner))
 
 
-def test_export_with_failed_parity_check_keeps_the_existing_file(demo, checkpoint, tmp_path, monkeypatch, capsys):
+def test_export_with_failed_parity_check_keeps_the_existing_file(demo, checkpoint, tmp_path, monkeypatch, input_error):
     path = tmp_path / "out" / "model.pt2"
     path.parent.mkdir()
     path.write_text("the last one")
@@ -321,8 +321,7 @@ def test_export_with_failed_parity_check_keeps_the_existing_file(demo, checkpoin
         (lambda features: features * torch.nan, r"cosine.* nan"),
     ):
         distorted(monkeypatch, change)
-        assert run(checkpoint, path, "--device", "cpu") == 2
-        error = capsys.readouterr().err
+        error = input_error(run, checkpoint, path, "--device", "cpu")
         assert re.search(message, error) and "random, batch of 3" in error and "fix:" in error
         monkeypatch.undo()
         monkeypatch.setenv("FASTAMP_DATASETS", str(demo))
@@ -330,12 +329,11 @@ def test_export_with_failed_parity_check_keeps_the_existing_file(demo, checkpoin
 
 
 @pytest.mark.integration
-def test_export_fails_if_map_decreases_by_more_than_tolerance(demo, checkpoint, tmp_path, monkeypatch, capsys):
+def test_export_fails_if_map_decreases_by_more_than_tolerance(demo, checkpoint, tmp_path, monkeypatch, input_error):
     path = tmp_path / "model.pt2"
     monkeypatch.setitem(check.MIN_COSINE, "float32", -1.0)
     distorted(monkeypatch, lambda features: torch.randn(features.shape, generator=torch.Generator().manual_seed(3)))
-    assert run(checkpoint, path, "--tolerance", "0", "--device", "cpu") == 2
-    error = capsys.readouterr().err
+    error = input_error(run, checkpoint, path, "--tolerance", "0", "--device", "cpu")
     lost = re.search(r"mAP .*by ([\d.]+) points", error)[1]
     assert re.search(rf"difference -{lost}\b", error) and not path.exists()
     assert run(checkpoint, path, "--tolerance", str(float(lost) + 0.1), "--device", "cpu") == 0 and path.exists()
@@ -374,7 +372,7 @@ def missing(*args):
 
 
 @needs_onnx
-def test_export_rejects_invalid_arguments(predictor, checkpoint, tmp_path, monkeypatch, capsys):
+def test_export_rejects_invalid_arguments(predictor, checkpoint, tmp_path, monkeypatch, input_error):
     (tmp_path / "folder.onnx").mkdir()
     for path, options, message in (
         ("model.bin", {}, r"model.*\.onnx.*\.pt2"),
@@ -393,8 +391,7 @@ def test_export_rejects_invalid_arguments(predictor, checkpoint, tmp_path, monke
         export(predictor, tmp_path / "model.onnx")
     content = torch.load(checkpoint, weights_only=True)
     torch.save({"model": content["model"]}, tmp_path / "bare.pth")
-    assert run(tmp_path / "bare.pth", tmp_path / "model.onnx", "--device", "cpu") == 2
-    assert "config" in capsys.readouterr().err
+    assert "config" in input_error(run, tmp_path / "bare.pth", tmp_path / "model.onnx", "--device", "cpu")
     assert {file.name for file in tmp_path.iterdir()} == {"folder.onnx", "bare.pth"}
 
 

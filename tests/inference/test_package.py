@@ -246,7 +246,7 @@ def test_opts_override_the_config_and_edited_config_is_used(packaged, tmp_path):
         fastamp.from_pretrained(tmp_path / "model")
 
 
-def test_model_with_a_plugin_needs_it_and_the_card_names_it(run_folder, tmp_path, capsys):
+def test_model_with_a_plugin_needs_it_and_the_card_names_it(run_folder, tmp_path, input_error):
     plugin = tmp_path / "my_parts.py"
     plugin.write_text(
         "from fastamp.config import Key\nfrom fastamp.modeling import BACKBONE_REGISTRY\n"
@@ -259,8 +259,7 @@ def test_model_with_a_plugin_needs_it_and_the_card_names_it(run_folder, tmp_path
     config["MODEL"]["BACKBONE"] |= {"NAME": "build_mine", "MINE": 4}
     torch.save(content | {"config": yaml.safe_dump(config)}, tmp_path / "model.pth")
     command = ["push", str(tmp_path / "model.pth"), "--license", "mit", "--to", str(tmp_path / "model")]
-    assert main(command) == 2
-    assert "--plugin" in capsys.readouterr().err and not list(tmp_path.glob(".model*"))
+    assert "--plugin" in input_error(main, command) and not list(tmp_path.glob(".model*"))
     assert main([*command, "--plugin", str(plugin)]) == 0
     _, text = read_card(tmp_path / "model")
     assert 'from_pretrained("model", plugin="my_parts.py")' in text and "executed" in text
@@ -303,7 +302,7 @@ def test_folder_is_checked_before_an_upload(packaged, tmp_path):
         check_packaged(folder)
 
 
-def test_existing_output_folder_is_not_changed(run_folder, packaged, tmp_path, capsys):
+def test_existing_output_folder_is_not_changed(run_folder, packaged, tmp_path, input_error):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
     for folder in (tmp_path / "full", tmp_path / "full/notes.txt"):
@@ -312,5 +311,4 @@ def test_existing_output_folder_is_not_changed(run_folder, packaged, tmp_path, c
     (tmp_path / "empty").mkdir()
     package(run_folder, tmp_path / "empty", license=MIT)
     assert read_checkpoint(tmp_path / "empty/model.safetensors").keys() >= {"model", "config"}
-    assert main(["push", str(packaged), "--to", str(tmp_path / "again")]) == 2
-    assert "already packaged" in capsys.readouterr().err
+    assert "already packaged" in input_error(main, ["push", str(packaged), "--to", str(tmp_path / "again")])

@@ -75,10 +75,9 @@ def test_only_out_of_memory_errors_are_converted_to_config_errors():
 
 
 @pytest.mark.integration
-def test_training_exits_with_code_2_if_model_exceeds_memory(demo, tmp_path, capfd):
+def test_training_exits_with_code_2_if_model_exceeds_memory(demo, tmp_path, input_error):
     options = tiny.tiny_options(tmp_path, "MODEL.HEADS.EMBEDDING_DIM", "1000000000000")
-    assert train_net.cli(options) == 2
-    err = capfd.readouterr().err
+    err = input_error(train_net.cli, options)
     assert "error: the model does not fit into memory" in err and "Traceback" not in err
 
 

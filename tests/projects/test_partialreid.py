@@ -330,13 +330,12 @@ def test_evaluation_without_reconstruction_ranks_by_the_features(run, demo, caps
         ("INPUT.SIZE_TRAIN", "(8, 8)"),
     ],
 )
-def test_unsupported_settings_are_config_errors(opts, run, demo, tmp_path, capsys):
+def test_unsupported_settings_are_config_errors(opts, run, demo, tmp_path, input_error):
     recipe = run.parent / "tiny.yml"
     command = ["train", str(recipe), "OUTPUT_DIR", str(tmp_path / "run"), *opts]
     if opts[0] == "INPUT.SIZE_TRAIN":
         command += ["INPUT.SIZE_TEST", "(8, 8)", "INPUT.PADDING.ENABLED", "False"]
-    assert main(command) == 2
-    assert opts[0] in capsys.readouterr().err
+    assert opts[0] in input_error(main, command)
 
 
 @pytest.mark.integration
@@ -401,7 +400,7 @@ def partial_tree(root, folder, splits):
         ("OccludedREID", "OccludedREID", ("query", "gallery")),
     ],
 )
-def test_partial_datasets(name, folder, splits, tmp_path, elsewhere, monkeypatch, capsys):
+def test_partial_datasets(name, folder, splits, tmp_path, elsewhere, monkeypatch, input_error, capsys):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     cfg = get_cfg().with_values({"PROJECTS": ["PartialReID"]})
     with pytest.raises(DataError, match=folder):
@@ -419,8 +418,7 @@ def test_partial_datasets(name, folder, splits, tmp_path, elsewhere, monkeypatch
     assert "ERROR" not in capsys.readouterr().out
     for image in (tmp_path / folder / splits[0]).iterdir():
         image.rename(image.with_name(f"photo {image.name}"))
-    assert main(["check-data", name, "--plugin", "PartialReID"]) == 2
-    assert "001_002.jpg (identity 1, image 2)" in capsys.readouterr().err
+    assert "001_002.jpg (identity 1, image 2)" in input_error(main, ["check-data", name, "--plugin", "PartialReID"])
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_reading_a_checkpoint_with_code_raises_without_executing_it(here, subtes
 
 
 @pytest.mark.integration
-def test_commands_reject_a_checkpoint_that_contains_code(demo, here, capfd):
+def test_commands_reject_a_checkpoint_that_contains_code(demo, here, input_error):
     output = here / "output"
     output.mkdir()
     evil = output / "evil.pth"
@@ -128,8 +128,7 @@ def test_commands_reject_a_checkpoint_that_contains_code(demo, here, capfd):
         (import_checkpoint.cli, [str(evil), "out.pth"]),
     ]
     for command, argv in commands:
-        assert command(argv) == 2
-        stderr = capfd.readouterr().err
+        stderr = input_error(command, argv)
         assert "evil.pth" in stderr and "Traceback" not in stderr, stderr
     with pytest.raises(WeightsError):
         amp_replay.replay(str(evil))
@@ -155,18 +154,16 @@ def test_checkpoint_in_a_multi_disk_zip_archive_raises(tmp_path):
         read_checkpoint(tmp_path / "split.pth")
 
 
-def test_features_file_with_object_or_oversized_arrays_is_rejected(here, capfd):
+def test_features_file_with_object_or_oversized_arrays_is_rejected(here, input_error):
     arrays = {name: np.array([Evil()], dtype=object) for name in ("query_features", "gallery_features", "query_pids")}
     np.savez(here / "evil.npz", **arrays)
-    assert evaluate_features.cli([str(here / "evil.npz")]) == 2
-    assert "evil.npz" in capfd.readouterr().err
+    assert "evil.npz" in input_error(evaluate_features.cli, [str(here / "evil.npz")])
     # The header claims 10^15 numbers.
     header = np.lib.format.magic(1, 0) + struct.pack("<H", 118)
     text = b"{'descr': '<f8', 'fortran_order': False, 'shape': (10**6,), }".replace(b"10**6", b"1000000000000000")
     with zipfile.ZipFile(here / "huge.npz", "w") as archive:
         archive.writestr("query_features.npy", header + text.ljust(117) + b"\n")
-    assert evaluate_features.cli([str(here / "huge.npz")]) == 2
-    assert "huge.npz" in capfd.readouterr().err
+    assert "huge.npz" in input_error(evaluate_features.cli, [str(here / "huge.npz")])
     assert not (here / "marker").exists()
 
 

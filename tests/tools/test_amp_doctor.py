@@ -179,14 +179,13 @@ def test_doctor_loads_backbone_and_config_keys_from_plugin(demo, tmp_path, capfd
     assert "none.py" in capfd.readouterr().err
 
 
-def test_doctor_exits_with_2_for_invalid_weights_config_or_flags(demo, tmp_path, capfd):
+def test_doctor_exits_with_2_for_invalid_weights_config_or_flags(demo, tmp_path, input_error):
     for opts, words in (
         (["MODEL.WEIGHTS", "missing.pth"], "missing.pth"),
         (["SOLVER.AMP", "fp17"], "fp17"),
         (["DATASETS.TESTS", "Market1502"], "Market1502"),
     ):
-        assert amp_doctor.cli(options(tmp_path, "1", *opts)) == 2
-        error = capfd.readouterr().err
+        error = input_error(amp_doctor.cli, options(tmp_path, "1", *opts))
         assert words in error and "Traceback" not in error
     for flags in (["--dtypes", "int8"], ["--dtypes", "float32"], ["--batch", "1"], ["--images", "-3"]):
         with pytest.raises(SystemExit) as stop:

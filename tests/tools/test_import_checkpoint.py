@@ -89,18 +89,16 @@ def test_import_of_weights_from_each_fastreid_version_preserves_features(tmp_pat
     assert "NUM_CLASSES: 5" in extra["config"]
 
 
-def test_import_rejects_file_with_more_tensors_than_any_backbone(tmp_path, capsys, monkeypatch):
+def test_import_rejects_file_with_more_tensors_than_any_backbone(tmp_path, input_error, monkeypatch):
     monkeypatch.setattr("fastamp.modeling.infer_config._candidates", lambda *_: pytest.fail("it was searched"))
     extra = {f"backbone.extra.{number}": torch.zeros(1) for number in range(6000)}
-    assert run(tmp_path, model(*RESNET18).state_dict() | extra) == 2
-    assert "6100" in capsys.readouterr().err
+    assert "6100" in input_error(run, tmp_path, model(*RESNET18).state_dict() | extra)
 
 
-def test_import_rejects_circular_link_as_source_but_replaces_it_as_target(tmp_path, capsys):
+def test_import_rejects_circular_link_as_source_but_replaces_it_as_target(tmp_path, input_error):
     for name, target in (("a.pth", "b.pth"), ("b.pth", "a.pth")):
         (tmp_path / name).symlink_to(target)
-    assert import_checkpoint.cli([str(tmp_path / "a.pth"), str(tmp_path / "out.pth")]) == 2
-    assert "link to b.pth" in capsys.readouterr().err
+    assert "link to b.pth" in input_error(import_checkpoint.cli, [str(tmp_path / "a.pth"), str(tmp_path / "out.pth")])
     # A circular link as target is replaced by the file.
     assert run(tmp_path, model(*RESNET18).state_dict()) == 0
     assert import_checkpoint.cli([str(tmp_path / "in.pth"), str(tmp_path / "a.pth")]) == 0
@@ -156,10 +154,11 @@ def foreign_file(kind, backbone):
 
 
 @pytest.mark.parametrize("kind", ["DINO", "MoCo v2", "MoCo v3", "CLIP"])
-def test_import_suggests_and_accepts_prefixes_of_backbones_in_foreign_files(tmp_path, capsys, resnet18, kind):
+def test_import_suggests_and_accepts_prefixes_of_backbones_in_foreign_files(
+    tmp_path, input_error, capsys, resnet18, kind
+):
     content, prefixes = foreign_file(kind, resnet18)
-    assert run(tmp_path, content) == 2
-    err = capsys.readouterr().err
+    err = input_error(run, tmp_path, content)
     assert [prefix for prefix in prefixes if f"--prefix {prefix}   (resnet)" in err] == prefixes, err
     assert run(tmp_path, content, "--prefix", prefixes[0], "MODEL.HEADS.POOL_LAYER", "GlobalAvgPool") == 0
     assert "100% of the backbone's" in capsys.readouterr().out
@@ -175,34 +174,30 @@ def test_import_of_a_lightning_checkpoint(tmp_path, resnet18, prefix):
     assert all(torch.equal(written[f"backbone.{name}"], value) for name, value in resnet18.items())
 
 
-def test_import_suggests_no_prefix_for_file_with_fastamp_names(tmp_path, capsys):
+def test_import_suggests_no_prefix_for_file_with_fastamp_names(tmp_path, input_error):
     state = model(*RESNET18).state_dict()
-    assert run(tmp_path, state, "--config-file", "Market1501/sbs_R50-ibn") == 2
-    assert "--prefix" not in capsys.readouterr().err
+    assert "--prefix" not in input_error(run, tmp_path, state, "--config-file", "Market1501/sbs_R50-ibn")
 
 
-def test_import_error_for_unknown_prefix_lists_prefixes_in_file(tmp_path, capsys, resnet18):
+def test_import_error_for_unknown_prefix_lists_prefixes_in_file(tmp_path, input_error, resnet18):
     content, _ = foreign_file("DINO", resnet18)
-    assert run(tmp_path, content, "--prefix", "teacher.backbon") == 2
-    err = capsys.readouterr().err
+    err = input_error(run, tmp_path, content, "--prefix", "teacher.backbon")
     assert "Did you mean 'teacher.backbone.'?" in err and "found: student, teacher" in err
 
 
-def test_import_of_clip_weights_suggests_prefix_of_image_encoder(tmp_path, capsys):
+def test_import_of_clip_weights_suggests_prefix_of_image_encoder(tmp_path, input_error):
     state = {"visual.transformer.resblocks.0.attn.in_proj_weight": torch.zeros(3, 1), "logit_scale": torch.zeros(())}
-    assert run(tmp_path, state) == 2
-    assert "--prefix visual.   (CLIP's image encoder)" in (err := capsys.readouterr().err) and "timm" in err
+    assert "--prefix visual.   (CLIP's image encoder)" in (err := input_error(run, tmp_path, state)) and "timm" in err
 
 
-def test_import_of_dino_vit_weights_suggests_and_accepts_teacher_prefix(tmp_path, capsys):
+def test_import_of_dino_vit_weights_suggests_and_accepts_teacher_prefix(tmp_path, input_error, capsys):
     cfg = read_config("", [
         "MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small", "MODEL.BACKBONE.FEAT_DIM",
         "384", "INPUT.SIZE_TEST", "(224, 224)",
     ])  # fmt: skip
     state = build_backbone(cfg).state_dict()
     content = {"teacher": below("backbone.", state), "student": below("module.backbone.", state)}
-    assert run(tmp_path, content) == 2
-    assert "--prefix teacher.backbone.   (vit)" in capsys.readouterr().err
+    assert "--prefix teacher.backbone.   (vit)" in input_error(run, tmp_path, content)
     assert run(tmp_path, content, "--prefix", "teacher.backbone") == 0
     assert "100% of the backbone's" in capsys.readouterr().out
 
@@ -213,11 +208,10 @@ def test_import_reports_different_pixel_normalization(tmp_path, capsys):
     assert "note: the weights were trained with MODEL.PIXEL_MEAN [127.5, 127.5, 127.5]" in capsys.readouterr().out
 
 
-def test_import_rejects_fastreid_reduction_head(tmp_path, capsys):
+def test_import_rejects_fastreid_reduction_head(tmp_path, input_error):
     state = model(*RESNET18, "MODEL.HEADS.EMBEDDING_DIM", "8").state_dict()
     state |= {f"heads.bnneck.{name}": torch.ones(8) for name in ("weight", "bias", "running_mean", "running_var")}
-    assert run(tmp_path, state) == 2
-    assert "ReductionHead" in capsys.readouterr().err
+    assert "ReductionHead" in input_error(run, tmp_path, state)
     assert not (tmp_path / "out.pth").exists()
 
 
@@ -257,12 +251,11 @@ def test_import_of_repvgg_in_deploy_form_preserves_features(tmp_path):
     torch.testing.assert_close(features(deployed), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
-def test_import_rejects_weights_with_matching_fraction_below_minimum(tmp_path, capsys):
+def test_import_rejects_weights_with_matching_fraction_below_minimum(tmp_path, input_error):
     (tmp_path / "recipe.yml").write_text("MODEL: {BACKBONE: {DEPTH: 18x, FEAT_DIM: 512}, HEADS: {WITH_BNNECK: True}}")
     state = {name: value for name, value in model(*RESNET18).state_dict().items() if "layer4" not in name}
     recipe = ("--config-file", str(tmp_path / "recipe.yml"))
-    assert run(tmp_path, state, *recipe) == 2
-    assert "lower MODEL.WEIGHTS_MIN_MATCH" in capsys.readouterr().err
+    assert "lower MODEL.WEIGHTS_MIN_MATCH" in input_error(run, tmp_path, state, *recipe)
     assert run(tmp_path, state, *recipe, "MODEL.WEIGHTS_MIN_MATCH", "0.5") == 0
     assert torch.load(tmp_path / "out.pth", weights_only=True)["model"]["heads.weight"].shape == (5, 512)
 
@@ -273,7 +266,7 @@ def test_import_with_distiller_config_does_not_need_teacher_files(tmp_path):
     assert "META_ARCHITECTURE: Baseline" in torch.load(tmp_path / "out.pth", weights_only=True)["config"]
 
 
-def test_import_exits_with_2_for_invalid_paths_or_unknown_model(tmp_path, capsys):
+def test_import_exits_with_2_for_invalid_paths_or_unknown_model(tmp_path, input_error):
     torch.save({"a": torch.ones(3)}, tmp_path / "in.pth")
     for arguments, message in (
         (("in.pth", "in.pth"), "in.pth"),
@@ -281,15 +274,13 @@ def test_import_exits_with_2_for_invalid_paths_or_unknown_model(tmp_path, capsys
         (("gone.pth", "out.pth"), "gone.pth"),
         (("in.pth", "out.pth"), "--config-file"),
     ):
-        assert import_checkpoint.cli([str(tmp_path / argument) for argument in arguments]) == 2
-        assert message in capsys.readouterr().err
+        assert message in input_error(import_checkpoint.cli, [str(tmp_path / argument) for argument in arguments])
 
 
-def test_import_rejects_non_finite_weights_and_writes_no_file(tmp_path, capsys):
+def test_import_rejects_non_finite_weights_and_writes_no_file(tmp_path, input_error):
     state = model(*RESNET18).state_dict()
     state["backbone.conv1.weight"][0] = float("nan")
-    assert run(tmp_path, state) == 2
-    assert "non-finite values (backbone.conv1.weight)" in capsys.readouterr().err
+    assert "non-finite values (backbone.conv1.weight)" in input_error(run, tmp_path, state)
     assert not (tmp_path / "out.pth").exists()
 
 
@@ -300,9 +291,8 @@ def test_import_does_not_mistake_torchvision_classifier_for_fc_head(tmp_path, ca
     assert "missing  0 (0%)" in report and "STEM_POOL to padded" in report and "FCHead" not in report
 
 
-def test_import_rejects_key_without_value(tmp_path, capsys):
-    assert run(tmp_path, {}, "MODEL.DEVICE") == 2
-    assert "got ['MODEL.DEVICE']" in capsys.readouterr().err
+def test_import_rejects_key_without_value(tmp_path, input_error):
+    assert "got ['MODEL.DEVICE']" in input_error(run, tmp_path, {}, "MODEL.DEVICE")
 
 
 REFERENCE = Path(__file__).parents[1] / "reference"
@@ -372,6 +362,5 @@ def test_import_recognizes_the_network_of_a_project(tmp_path):
         ),
     ],
 )
-def test_import_of_a_clip_that_does_not_load_names_its_layout(state, hint, tmp_path, capsys):
-    assert run(tmp_path, state) == 2
-    assert hint in capsys.readouterr().err
+def test_import_of_a_clip_that_does_not_load_names_its_layout(state, hint, tmp_path, input_error):
+    assert hint in input_error(run, tmp_path, state)

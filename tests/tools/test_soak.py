@@ -47,10 +47,8 @@ def test_soak_detects_that_truncated_checkpoint_is_not_loadable(tmp_path):
     assert not run.is_loadable()
 
 
-def test_soak_exits_with_2_for_invalid_kills_or_output_dir(tmp_path, capsys):
+def test_soak_exits_with_2_for_invalid_kills_or_output_dir(tmp_path, input_error):
     config = ["--config-file", "configs/Demo/quickstart.yml"]
-    assert soak.cli([*config, "--kills", "2"]) == 2
-    assert "--kills" in capsys.readouterr().err
+    assert "--kills" in input_error(soak.cli, [*config, "--kills", "2"])
     (tmp_path / "file").touch()
-    assert soak.cli([*config, "OUTPUT_DIR", str(tmp_path)]) == 2
-    assert "OUTPUT_DIR" in capsys.readouterr().err
+    assert "OUTPUT_DIR" in input_error(soak.cli, [*config, "OUTPUT_DIR", str(tmp_path)])

@@ -149,7 +149,7 @@ def test_command_with_an_exported_model_gives_the_tracks_of_the_checkpoint(suffi
 
 
 @pytest.mark.parametrize("problem", ["empty", "missing frame", "unnumbered", "no detections"])
-def test_invalid_input_is_one_message(problem, sequence, tmp_path, capsys):
+def test_invalid_input_is_one_message(problem, sequence, tmp_path, input_error):
     source, det = tmp_path / "frames", tmp_path / "det.txt"
     source.mkdir()
     det.write_text("1,-1,0,0,20,20,1\n3,-1,0,0,20,20,1\n")
@@ -158,18 +158,16 @@ def test_invalid_input_is_one_message(problem, sequence, tmp_path, capsys):
         (source / "frame_1.png").unlink()
     arguments = ["track", str(source), "-o", str(tmp_path / "out")]
     arguments += [] if problem == "no detections" else ["--detections", str(det)]
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
+    error = input_error(main, arguments)
     assert "fix:" in error and "Traceback" not in error and not (tmp_path / "out").exists()
     if problem == "missing frame":
         assert "det.txt, line 2: frame 3" in error
 
 
-def test_output_is_checked_before_the_model_is_loaded(sequence, tmp_path, capsys):
+def test_output_is_checked_before_the_model_is_loaded(sequence, tmp_path, input_error, capsys):
     (tmp_path / "file").touch()
     arguments = ["track", str(sequence), "--model", "damaged.pth", "-o"]
-    assert main([*arguments, str(tmp_path / "file/out")]) == 2
-    error = capsys.readouterr().err
+    error = input_error(main, [*arguments, str(tmp_path / "file/out")])
     assert "--output" in error and "fix:" in error and "damaged.pth" not in error
     assert main([*arguments, str(tmp_path / "new/out")]) == 2
     assert "damaged.pth" in capsys.readouterr().err and not (tmp_path / "new").exists()

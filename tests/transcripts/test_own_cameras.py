@@ -185,12 +185,11 @@ def test_first_hour_with_own_cameras(folder, capfd, caplog):
     assert "training finished" in said.out and "| folder:people" in said.out
 
 
-def test_line_without_identity_stops_training_and_is_excluded_from_the_clean_file(folder, capfd):
+def test_line_without_identity_stops_training_and_is_excluded_from_the_clean_file(folder, input_error, capfd):
     with open("mine.csv", "a", encoding="utf-8") as file:
         file.write("images/door/Anna_1.jpg,,door\n")
     names = ("DATASETS.NAMES", "csv:mine.csv", "DATASETS.TESTS", "csv:mine.csv")
-    assert main(["train", "--config-file", "recipe.yml", *names]) == 2
-    error = capfd.readouterr().err
+    error = input_error(main, ["train", "--config-file", "recipe.yml", *names])
     assert "mine.csv, line 179: no value for pid" in error and "--write-clean" in error
     assert main(["check-data", "csv:mine.csv", "--write-clean", "clean.csv"]) == 1
     assert "wrote clean.csv: 172 images; excluded 5 images and 1 invalid line" in capfd.readouterr().out
