@@ -1,6 +1,5 @@
 """Corrupted state: running statistics and metrics after a skipped step, checkpoints, weight averages, accumulation."""
 
-import logging
 import math
 import re
 
@@ -266,7 +265,6 @@ def test_resume_restores_the_loss_scale_from_the_checkpoint(demo, tmp_path):
     (torch.float16, torch.float32, "(128)"),
 ])  # fmt: skip
 def test_resume_in_another_dtype_logs_the_difference(caplog, before, now, message):
-    caplog.set_level(logging.INFO)
     trainer, resumed = steep_trainer(before), steep_trainer(now)
     if trainer.step.scaler:
         trainer.step.scaler.scale = 128.0

@@ -1,7 +1,5 @@
 """Weights files of pretraining programs: MoCo (LUPerson), DINO (SOLIDER, PASS), and layouts of unknown files."""
 
-import logging
-
 import pytest
 import torch
 import torchvision
@@ -50,7 +48,6 @@ def moco_file(state, heads):
 )
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_query_encoder_of_moco_files_is_loaded(suffix, heads, load, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
     state = {name: value for name, value in torchvision.models.resnet18().state_dict().items() if "fc" not in name}
     path, content = tmp_path / f"lup{suffix}", moco_file(state, heads)
     if suffix == ".pth":

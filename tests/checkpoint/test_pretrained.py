@@ -66,7 +66,6 @@ def resnet18_file(tmp_path, resnet18):
 
 
 def test_adapted_rgb_weights_treat_gray_image_as_three_equal_channels(resnet18_file, resnet18, caplog):
-    caplog.set_level("INFO")
     backbone = pretrained(resnet18_file, "INPUT.CHANNELS", "1")
     assert sum("conv1.weight in" in record.message for record in caplog.records) == 1
     assert "INPUT.CHANNELS is 1" in caplog.text
@@ -77,7 +76,6 @@ def test_adapted_rgb_weights_treat_gray_image_as_three_equal_channels(resnet18_f
 
 
 def test_loading_rgb_weights_initializes_the_fourth_channel_to_zero(resnet18_file, resnet18, caplog):
-    caplog.set_level("INFO")
     backbone = pretrained(resnet18_file, "INPUT.CHANNELS", "4")
     assert "INPUT.CHANNELS is 4" in caplog.text
     assert torch.equal(backbone.conv1.weight[:, :3], resnet18.conv1.weight)
@@ -90,7 +88,6 @@ def test_loading_rgb_weights_initializes_the_fourth_channel_to_zero(resnet18_fil
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_pretrained_weights_are_unchanged_if_input_channels_match(tmp_path, caplog, channels):
-    caplog.set_level("INFO")
     options = ("INPUT.CHANNELS", str(channels))
     start = build_backbone(config(*options))
     torch.save(start.state_dict(), tmp_path / "start.pth")

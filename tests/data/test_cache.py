@@ -156,7 +156,6 @@ def test_killed_build_leaves_no_cache(items):
 
 def test_cache_falls_back_to_home_if_data_root_is_not_writable(items, tmp_path, caplog):
     (tmp_path / "root/.fastamp-cache").write_text("no folder")
-    caplog.set_level("INFO")
     cache = ImageCache(items, SHAPE, Read(items), where="disk")
     assert cache.path.parent == tmp_path / "home/fastamp"
     assert str(tmp_path / "root/.fastamp-cache") in caplog.text and str(cache.path) in caplog.text

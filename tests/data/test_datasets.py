@@ -190,14 +190,12 @@ def small_demo(monkeypatch):
 
 
 def test_demo_is_generated_on_first_use(tmp_path, small_demo, caplog):
-    with caplog.at_level(logging.INFO):
-        first = Demo(root=str(tmp_path))
+    first = Demo(root=str(tmp_path))
     assert str(tmp_path / Demo.folder) in caplog.text
     assert {item.pid for item in first.train} == {"demo_1", "demo_2"}
     assert {item.pid for item in first.query} == {3}
     caplog.clear()
-    with caplog.at_level(logging.INFO):
-        assert Demo(root=str(tmp_path)).train == first.train
+    assert Demo(root=str(tmp_path)).train == first.train
     assert caplog.text == ""
     assert "Demo" in DATASET_REGISTRY
 

@@ -151,7 +151,6 @@ def test_training_is_bit_identical_with_and_without_preflight(demo, tmp_path, ca
     ]
     opts = ["SOLVER.AMP", precision, "INPUT.CHANNELS", channels, *(colors if channels == "4" else [])]
     opts += ["SOLVER.AMP.INIT_SCALE", "256"]  # low enough that the pre-flight does not change it
-    caplog.set_level("INFO")
     checked = run(tmp_path / "on", *opts)
     assert "pre-flight passed" in caplog.text
     caplog.clear()

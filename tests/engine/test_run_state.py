@@ -70,7 +70,6 @@ def saved_run(started_in, tmp_path, monkeypatch):
 
 @pytest.mark.integration
 def test_saved_relative_paths_hold_in_the_folder_of_the_run(saved_run, started_in, tmp_path, caplog):
-    caplog.set_level("INFO", "fastamp")
     run, names = str(saved_run), ("csv:mine.csv", "folder:people")
     saved = yaml.safe_load((saved_run / "config.yaml").read_text())
     assert saved["fastamp_format"] == 1 and saved["fastamp_folders"] == [str(started_in)]

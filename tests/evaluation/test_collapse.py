@@ -31,7 +31,6 @@ def test_evaluation_warns_if_all_features_are_equal_up_to_rounding(kind, metric,
     metrics, text = evaluate(change(queries), change(gallery), ids, caplog, metric=metric)
     assert metrics["num_indistinct"] == len(queries) + len(gallery)
     assert "150" in text and metric in text and "MODEL.WEIGHTS" in text
-    caplog.set_level("INFO")
     print_results({"x": metrics}, protocol="")
     assert "150 images with the same feature" in caplog.text
 

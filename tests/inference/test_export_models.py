@@ -61,8 +61,7 @@ def test_exported_features_equal_pytorch_features_for_every_model_type(
         net(batch)  # initializes batch norm statistics
     torch.save({"model": net.state_dict(), "config": cfg.dump()}, tmp_path / "model.pth")
     predictor = fastamp.Predictor(tmp_path / "model.pth", device="cpu")
-    with caplog.at_level("INFO"):
-        report = export(predictor, tmp_path / f"model{suffix}", precision=precision)
+    report = export(predictor, tmp_path / f"model{suffix}", precision=precision)
     difference = max(comparison.difference for comparison in report.comparisons)
     cosine = min(comparison.min_cosine for comparison in report.comparisons)
     record_property("export", (model, f"{suffix} {precision}", difference, cosine))  # printed by tests/conftest.py

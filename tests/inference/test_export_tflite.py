@@ -189,10 +189,7 @@ def test_int8_file_has_one_scale_for_each_output_channel_and_a_head_in_float32(d
 def test_instance_norm_and_slices_take_batches(tmp_path, caplog):
     cfg = config("resnet 18x WITH_IBN", "DATASETS.TESTS", "()")
     torch.save({"model": build_model(cfg).state_dict(), "config": cfg.dump()}, tmp_path / "model.pth")
-    with caplog.at_level("INFO"):
-        export(
-            fastamp.Predictor(tmp_path / "model.pth", device="cpu"), tmp_path / "model.tflite"
-        )  # batches of 3 and 32
+    export(fastamp.Predictor(tmp_path / "model.pth", device="cpu"), tmp_path / "model.tflite")  # batches of 3 and 32
     assert "one image at a time" not in caplog.text
 
 
@@ -205,8 +202,7 @@ def test_file_takes_batches_if_its_operators_do_not_contain_the_batch_size(stand
     assert stand_in.precision == "fp16"
     assert stand_in.inputs == {"images": [[1, 3, 64, 32], "float32"]}
     stand_in.takes_batches = False
-    with caplog.at_level("INFO"):
-        export(predictor, path, data="")
+    export(predictor, path, data="")
     assert unpacked(path.read_bytes())[0] == b"one" and "one image at a time" in caplog.text
 
 
@@ -219,8 +215,7 @@ def test_int8_quantizes_the_layers_of_the_trunks(stand_in, demo, predictor, tmp_
     assert stand_in.int8 == ["first", "second", "sum"] and stand_in.calibrated == 40
     assert "errors" not in stand_in.commands and metadata_of(path)["quantization"]["float_layers"] == []
     stand_in.sensitive = "second"
-    with caplog.at_level("INFO"):
-        export(predictor, path, **options)
+    export(predictor, path, **options)
     assert stand_in.int8 == ["first", "sum"] and stand_in.probed == 16
     assert metadata_of(path)["quantization"]["float_layers"] == ["model.backbone.4"]
     assert "1 of 3 layers" in caplog.text and unpacked(path.read_bytes())[0] == b"int"

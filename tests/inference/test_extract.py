@@ -108,7 +108,6 @@ def killed_after(number, monkeypatch):
 def test_resumed_extraction_is_bit_identical_to_uninterrupted_extraction(
     predictor, images, tmp_path, monkeypatch, caplog
 ):
-    caplog.set_level("INFO", "fastamp")
     extract(predictor, images, tmp_path / "whole.npz")
     out, parts = tmp_path / "out.npz", tmp_path / "out.npz.parts"
     with monkeypatch.context() as patch:
@@ -426,7 +425,6 @@ def test_parquet_without_pyarrow_names_the_extra_before_the_extraction(predictor
 
 
 def test_search_in_a_folder_extracts_it_once(predictor, images, tmp_path, caplog):
-    caplog.set_level("INFO")
     query = sorted(images.rglob("[0-9].jpg"))[3]
     result = predictor.search(query, images, k=2)
     assert result.paths[0, 0] == str(query)

@@ -169,8 +169,7 @@ def test_layers_with_the_largest_errors_stay_in_float32(predictor, tmp_path, mon
     monkeypatch.setattr(quantize, "MAX_ERROR", 1e-12)
     monkeypatch.setattr(quantize, "MAX_FLOAT", 1)
     path = tmp_path / "model.onnx"
-    with caplog.at_level("INFO"):
-        export(predictor, path, precision="int8", tolerance=100)
+    export(predictor, path, precision="int8", tolerance=100)
     assert not weight_scales(path) and "model.backbone.4" in caplog.text
     assert not any(node.op_type == "QuantizeLinear" for node in int8_model(path)[0])
 

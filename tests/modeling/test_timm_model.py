@@ -133,7 +133,6 @@ def test_timm_backbone_last_stride_1_doubles_feature_map_size(stride, size):
 
 
 def test_timm_backbone_logs_ignored_options(caplog):
-    caplog.set_level("INFO")
     build("test_vit", "MODEL.BACKBONE.WITH_IBN", "True", "MODEL.BACKBONE.NORM", "GN")
     assert "MODEL.BACKBONE.LAST_STRIDE" in caplog.text
     assert "MODEL.BACKBONE.WITH_IBN" in caplog.text

@@ -1,7 +1,6 @@
 """timm's plain Vision Transformers: grids, tokens, side information, JPM, weights files of the original programs."""
 
 import json
-import logging
 
 import pytest
 import torch
@@ -141,7 +140,6 @@ def test_pooled_feature_equals_timm(family, tmp_path):
 
 
 def test_images_are_resized_to_the_nearest_grid_of_patches_of_14_pixels(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
     backbone = build(tiny(tmp_path, *DINOV2), size=(256, 128)).eval()
     assert backbone.grid == (18, 9)
     assert "252 x 126" in caplog.text and "18 x 9" in caplog.text
@@ -286,7 +284,6 @@ def dinov2_file(model, *, registers):
 @pytest.mark.parametrize("wrapped", ["", "teacher.backbone.", "chunked"])
 @pytest.mark.parametrize("family", [DINOV2, DINOV2_REG], ids=["dinov2", "registers"])
 def test_files_of_dinov2_load_with_resized_positions(family, wrapped, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
     reference = timm.create_model(family[0], num_classes=0, img_size=(56, 56), dynamic_img_size=True, **TINY).eval()
     randomize(reference)
     state = dinov2_file(reference, registers=family == DINOV2_REG)
@@ -333,7 +330,6 @@ def test_checkpoint_of_another_image_size_loads_with_resized_positions(tmp_path)
 
 
 def test_weights_in_the_folder_of_a_local_model_are_loaded(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
     safetensors = pytest.importorskip("safetensors.torch")
     name = tiny(tmp_path, *PLAIN)
     reference = build(name)

@@ -230,7 +230,6 @@ def pretrained(tiny_base, tmp_path, state, *opts):
 
 @pytest.mark.parametrize("kind", ["timm", "deit", "oldest"])
 def test_vit_loads_pretrained_weights_of_timm_and_deit(tiny_base, tmp_path, caplog, kind):
-    caplog.set_level("INFO")
     state = timm_vit(img_size=224).state_dict()
     content = dict(state)
     if kind == "deit":
@@ -256,7 +255,6 @@ def test_vit_sums_rgb_weights_for_gray_images(tiny_base, tmp_path):
 
 
 def test_vit_logs_unused_camera_embeddings_and_raises_for_another_camera_count(caplog):
-    caplog.set_level("INFO")
     load_model_state(tiny(), tiny(cameras=6).state_dict(), source="x", backbone_prefix="")
     assert "6 camera or view embeddings" in caplog.text
     with pytest.raises(WeightsError, match="sie_embed"):

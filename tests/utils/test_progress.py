@@ -62,7 +62,6 @@ def test_track_yields_each_item():
 
 
 def test_a_line_is_logged_at_times_if_no_bar_is_drawn(monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
     now = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     bar = ProgressBar(100, "batch norm", stream=io.StringIO())

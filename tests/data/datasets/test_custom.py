@@ -51,7 +51,6 @@ def test_csv_columns_set_split_identity_and_camera(tmp_path, encoding):
 
 
 def test_csv_without_camera_column_assigns_unique_camera_per_image(tmp_path, caplog):
-    caplog.set_level("INFO")
     dataset = build_dataset(write_csv(tmp_path, ["a.png,1", "/abs/b.png,2", "c.png,1"], "path,pid"))
     assert len(dataset.train) == 3 and not dataset.query and not dataset.gallery
     assert len({item.camid for item in dataset.train}) == 3 and dataset.train[1].path == "/abs/b.png"
@@ -202,7 +201,6 @@ def test_images_without_cameras_are_not_counted_as_cameras(tmp_path):
 
 
 def test_folder_dataset_without_cameras_assigns_unique_camera_per_image(tmp_path, caplog):
-    caplog.set_level("INFO")
     dataset = build_dataset(make_folder(tmp_path), folder_config(TEST_FRACTION=0.5))
     assert len(dataset.query) == 5 and len(dataset.gallery) == 25
     assert len({item.camid for item in dataset.query + dataset.gallery}) == 30
@@ -295,7 +293,6 @@ def test_dataset_listed_twice_raises(tmp_path):
 
 
 def test_csv_without_split_is_split_as_a_folder(tmp_path, caplog):
-    caplog.set_level("INFO")
     make_folder(tmp_path / "people")
     files = sorted((tmp_path / "people").rglob("*.JPG"))
     rows = [f"people/{file.parent.name}/{file.name},{file.parent.name},{file.name[3]}" for file in files]
