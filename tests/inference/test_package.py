@@ -137,8 +137,7 @@ def test_metrics_of_other_weights_are_not_in_the_card(run_folder, tmp_path, capl
     content = torch.load(run_folder / "model_best.pth", weights_only=True)
     content["evaluation"]["weights"] = "ema"
     torch.save(content, tmp_path / "model.pth")
-    with caplog.at_level("WARNING", "fastamp"):
-        found = package(tmp_path / "model.pth", tmp_path / "model", license=MIT)
+    found = package(tmp_path / "model.pth", tmp_path / "model", license=MIT)
     assert not found.metrics and "evaluated the ema weights" in caplog.text
     assert "model-index" not in read_card(tmp_path / "model")[0]
 
