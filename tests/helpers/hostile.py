@@ -8,7 +8,7 @@ from naive_ranking import random_set
 from PIL import Image
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.data.datasets.base import ImageItem
 from fastamp.evaluation import Protocol, ReportOptions, compute_metrics
 from fastamp.report import EvaluatedSet, Run, read_history
@@ -29,9 +29,7 @@ def hostile_run(folder, *, sets=2, **protocol):
     items = [ImageItem(str(folder / names[number % 4]), f"{HOSTILE}{number}", HOSTILE) for number in range(84)]
     items[30] = items[30]._replace(path=str(folder / f"gone{SCRIPT}.jpg"))
     metrics = result.metrics() | {"baselines": {HOSTILE: {"mAP": 1.0, "Rank-1": 2.0}}}
-    cfg = get_cfg()
-    cfg.OUTPUT_DIR = f"logs/{IN_CONFIG}"
-    cfg.DATASETS.TESTS = (IN_CONFIG,)
+    cfg = read_config("", ["OUTPUT_DIR", f"logs/{IN_CONFIG}", "DATASETS.TESTS", (IN_CONFIG,)])
     lines = [
         {
             "iteration": step,
