@@ -194,22 +194,54 @@ def test_loss_on_fake_cuda_has_the_same_value_as_on_the_cpu(monkeypatch):
 # ---- training: one read of the device per step
 
 
-@pytest.mark.parametrize("name", every_backbone.BACKBONES)
-def test_training_with_each_backbone_reads_the_device_once_per_step(name, check_reads):
-    if name.startswith("timm/"):
-        pytest.importorskip("timm")
-    cfg = every_backbone.config(name, "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss')")
-    check_reads(cfg)
-
-
 # ClothesAdversarialLoss needs a dataset with a column of clothes.
 LOSSES = [name for name in LOSS_REGISTRY if name != "ClothesAdversarialLoss"]
+META_OPTIONS = {
+    "MGN": "MODEL.BACKBONE.DEPTH 50x MODEL.BACKBONE.FEAT_DIM 2048 MODEL.HEADS.EMBEDDING_DIM 32 "
+    "INPUT.SIZE_TRAIN (192,64) INPUT.SIZE_TEST (192,64)",
+    "LightMBN": "MODEL.BACKBONE.NAME build_osnet_backbone MODEL.BACKBONE.DEPTH x0_25 MODEL.BACKBONE.FEAT_DIM 128 "
+    "MODEL.HEADS.EMBEDDING_DIM 32",
+    "MoCo": "MODEL.QUEUE_SIZE 64",
+    "Distiller": "KD.EMA.ENABLED True",
+}
+# Name of a case -> name of a backbone ("" for the tiny one), and KEY VALUE pairs.
+CASES = {name: (name, "MODEL.LOSSES.NAME ('CrossEntropyLoss','TripletLoss')") for name in every_backbone.BACKBONES}
+CASES |= {name: ("", f"MODEL.LOSSES.NAME ('{name}',)") for name in LOSSES}
+CASES |= {
+    f"TRI {key}": ("", f"MODEL.LOSSES.TRI.{key}") for key in ("HARD_MINING False", "NORM_FEAT True", "MARGIN 0.0")
+}
+CASES |= {f"CE {key}": ("", f"MODEL.LOSSES.CE.{key}") for key in ("EPSILON 0.1", "ALPHA 0.2")}
+CASES |= {name: ("", f"MODEL.HEADS.NAME {name} MODEL.HEADS.EMBEDDING_DIM 32") for name in HEADS_REGISTRY}
+CASES |= {
+    name: ("vit deit_small", f"MODEL.HEADS.NAME {name} MODEL.BACKBONE.PART_TOKENS {tokens}")
+    for name, tokens in (("JPMHead", 0), ("PartTokenHead", 3))
+}
+CASES |= {name: ("", f"MODEL.HEADS.POOL_LAYER {name}") for name in POOL_LAYER_REGISTRY if name != "Flatten"}
+CASES |= {"Identity": ("vit deit_small", "MODEL.HEADS.POOL_LAYER Identity")}
+CASES |= {name: ("", f"MODEL.HEADS.CLS_LAYER {name} MODEL.HEADS.MARGIN 0.3") for name in CLS_LAYER_REGISTRY}
+CASES |= {name: ("resnet 18x", f"MODEL.BACKBONE.NORM {name}") for name in NORM_REGISTRY}
+CASES |= {
+    name: ("resnet 18x", f"MODEL.META_ARCHITECTURE {name} {META_OPTIONS.get(name, '')}") for name in META_ARCH_REGISTRY
+}
+CLIPPING = "SOLVER.CLIP_GRADIENTS.ENABLED True SOLVER.CLIP_GRADIENTS.CLIP_TYPE"
+CASES |= {
+    f"{optimizer} {clip}": ("", f"SOLVER.OPT {optimizer} {CLIPPING} {clip}")
+    for optimizer in ("SGD", "Adam", "AdamW", "Lamb")
+    for clip in ("value", "norm", "global_norm")
+}
 
 
-@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-@pytest.mark.parametrize("name", LOSSES)
-def test_training_with_each_loss_reads_the_device_once_per_step(name, dtype, check_reads):
-    check_reads(tiny_config("MODEL.LOSSES.NAME", f"('{name}',)"), dtype)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.bfloat16) for case in CASES]
+    + [(case, dtype) for case in LOSSES for dtype in (torch.float16, torch.float32)],
+)
+def test_training_with_each_component_reads_the_device_once_per_step(case, dtype, check_reads):
+    backbone, options = CASES[case]
+    if backbone.startswith("timm/"):
+        pytest.importorskip("timm")
+    opts = options.split()
+    check_reads(every_backbone.config(backbone, *opts) if backbone else tiny_config(*opts), dtype)
 
 
 @pytest.mark.parametrize("memory", ["none", "mean", "last"])
@@ -223,20 +255,6 @@ def test_training_with_a_clothes_classifier_reads_the_device_once_per_step(memor
         trainer.data_loader.batch["clothes"] = trainer.data_loader.batch["targets"]
         trainer.train(0, 1, STEPS)
         assert (trainer.steps_taken, reads.count) == (STEPS, STEPS)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        "MODEL.LOSSES.TRI.HARD_MINING False",
-        "MODEL.LOSSES.TRI.NORM_FEAT True",
-        "MODEL.LOSSES.TRI.MARGIN 0.0",
-        "MODEL.LOSSES.CE.EPSILON 0.1",
-        "MODEL.LOSSES.CE.ALPHA 0.2",
-    ],
-)
-def test_training_with_each_loss_option_reads_the_device_once_per_step(option, check_reads):
-    check_reads(tiny_config(*option.split(" ")))
 
 
 PML = [(name, "") for name in pml_components.LOSSES] + [("TripletMarginLoss", name) for name in pml_components.MINERS]
@@ -306,73 +324,6 @@ def test_fake_cuda_detects_a_host_tensor_in_a_pml_loss(loss, miner, monkeypatch)
         options, monkeypatch, values=True, positions=lambda total: sorted({0, total // 2, total - 1})
     )
     assert count > 1 and missed == []
-
-
-@pytest.mark.parametrize("name", list(HEADS_REGISTRY))
-def test_training_with_each_head_reads_the_device_once_per_step(name, check_reads):
-    if name in ("JPMHead", "PartTokenHead"):
-        parts = "3" if name == "PartTokenHead" else "0"
-        cfg = every_backbone.config("vit deit_small", "MODEL.HEADS.NAME", name, "MODEL.BACKBONE.PART_TOKENS", parts)
-    else:
-        cfg = tiny_config("MODEL.HEADS.NAME", name, "MODEL.HEADS.EMBEDDING_DIM", "32")
-    check_reads(cfg)
-
-
-@pytest.mark.parametrize("name", list(POOL_LAYER_REGISTRY))
-def test_training_with_each_pooling_layer_reads_the_device_once_per_step(name, check_reads):
-    if name in ("Flatten", "Identity"):
-        cfg = every_backbone.config("vit deit_small", "MODEL.HEADS.POOL_LAYER", "Identity")
-    else:
-        cfg = tiny_config("MODEL.HEADS.POOL_LAYER", name)
-    check_reads(cfg)
-
-
-@pytest.mark.parametrize("name", list(CLS_LAYER_REGISTRY))
-def test_training_with_each_classifier_reads_the_device_once_per_step(name, check_reads):
-    check_reads(tiny_config("MODEL.HEADS.CLS_LAYER", name, "MODEL.HEADS.MARGIN", "0.3"))
-
-
-@pytest.mark.parametrize("name", list(NORM_REGISTRY))
-def test_training_with_each_norm_layer_reads_the_device_once_per_step(name, check_reads):
-    check_reads(every_backbone.config("resnet 18x", "MODEL.BACKBONE.NORM", name))
-
-
-@pytest.mark.parametrize("name", list(META_ARCH_REGISTRY))
-def test_training_with_each_meta_architecture_reads_the_device_once_per_step(name, check_reads):
-    opts = {
-        "MGN": [
-            "MODEL.BACKBONE.DEPTH",
-            "50x",
-            "MODEL.BACKBONE.FEAT_DIM",
-            "2048",
-            "MODEL.HEADS.EMBEDDING_DIM",
-            "32",
-            "INPUT.SIZE_TRAIN",
-            "(192, 64)",
-            "INPUT.SIZE_TEST",
-            "(192, 64)",
-        ],
-        "LightMBN": [
-            "MODEL.BACKBONE.NAME",
-            "build_osnet_backbone",
-            "MODEL.BACKBONE.DEPTH",
-            "x0_25",
-            "MODEL.BACKBONE.FEAT_DIM",
-            "128",
-            "MODEL.HEADS.EMBEDDING_DIM",
-            "32",
-        ],
-        "MoCo": ["MODEL.QUEUE_SIZE", "64"],
-        "Distiller": ["KD.EMA.ENABLED", "True"],
-    }
-    check_reads(every_backbone.config("resnet 18x", "MODEL.META_ARCHITECTURE", name, *opts.get(name, [])))
-
-
-@pytest.mark.parametrize("clip", ["value", "norm", "global_norm"])
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Lamb"])
-def test_optimizer_step_with_gradient_clipping_reads_the_device_once(optimizer, clip, check_reads):
-    opts = ["SOLVER.OPT", optimizer, "SOLVER.CLIP_GRADIENTS.ENABLED", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip]
-    check_reads(tiny_config(*opts))
 
 
 def test_skipped_step_reads_the_device_again_to_name_non_finite_gradients(monkeypatch):
