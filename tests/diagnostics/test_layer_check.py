@@ -358,7 +358,6 @@ def test_less_common_backbones_pass_the_layer_check(name):
 @pytest.mark.export
 @pytest.mark.parametrize("name", reference.MODELS)
 def test_untrained_reference_models_pass_the_preflight_in_bfloat16(name):
-    torch.manual_seed(0)
     model = reference.reference_model(name).train()
     batch = images(4, reference.MODELS[name]["input_size"])
     report = preflight(model, batch, policy=policy(torch.bfloat16))

@@ -136,7 +136,6 @@ def test_resume_continues_the_same_run_and_a_new_run_does_not(demo, tmp_path):
     ],
 )
 def test_failing_tracker_does_not_change_the_training(demo, tmp_path, untracked, caplog, fault):
-    torch.manual_seed(0)
     hangs = fault.startswith("hang")
     run(tmp_path, *FILE, "TRACKING.TAGS", f"('{fault}',)", "TRACKING.TIMEOUT", "2" if hangs else "30")
     assert_same_run(tmp_path, untracked)
@@ -159,7 +158,6 @@ def test_tracker_with_an_unusable_folder(demo, tmp_path, untracked, caplog):
 
 
 def test_missing_package_is_a_warning(demo, tmp_path, untracked, caplog):
-    torch.manual_seed(0)
     run(tmp_path, *FILE, "LOGGERS", "missing")
     assert_same_run(tmp_path, untracked)
     found = [record for record in caplog.records if "pip install nothing" in record.getMessage()]
@@ -167,7 +165,6 @@ def test_missing_package_is_a_warning(demo, tmp_path, untracked, caplog):
 
 
 def test_tensorboard_does_not_change_the_training(demo, tmp_path, untracked):
-    torch.manual_seed(0)
     run(tmp_path, *FILE, "LOGGERS", "tensorboard")
     assert_same_run(tmp_path, untracked)
 

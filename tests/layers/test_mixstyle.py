@@ -35,7 +35,6 @@ def test_statistics_are_constants_for_the_gradient():
 
 
 def test_batches_are_mixed_with_the_given_probability_and_only_in_training():
-    torch.manual_seed(0)
     maps, mix = torch.randn(8, 4, 3, 3), MixStyle(probability=0.5)
     changed = [not torch.allclose(mix(maps), maps, atol=1e-4) for _ in range(200)]
     assert 70 < sum(changed) < 130  # 100 expected, standard deviation 7
@@ -45,7 +44,6 @@ def test_batches_are_mixed_with_the_given_probability_and_only_in_training():
 
 def test_weights_are_those_of_the_beta_distribution():
     """Images with the styles 0 and 1 (means): the mixed mean is the weight, or 1 minus it."""
-    torch.manual_seed(0)
     maps = torch.cat([torch.zeros(2000, 1, 1, 2), torch.ones(2000, 1, 1, 2)])
     means = MixStyle(probability=1.0, alpha=0.1)(maps).mean((1, 2, 3))[:2000]
     mixed = means[means > 0]  # half of the images have a partner of the other style

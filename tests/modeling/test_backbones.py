@@ -31,7 +31,6 @@ def test_list_of_tested_backbones_contains_every_registered_backbone():
 @pytest.mark.integration
 @pytest.mark.parametrize("backbone", [backbone for backbone in BACKBONES if "DEPLOY" not in backbone])
 def test_backbone_overfits_one_batch_in_bfloat16(backbone):
-    torch.manual_seed(0)
     cfg = config(backbone)
     model = build_model(cfg).train()
     policy = PrecisionPolicy.from_config(cfg, torch.device("cpu"))
@@ -99,7 +98,6 @@ def test_convolution_recorder_detects_strided_pointwise_convolution():
     ],
 )
 def test_exported_and_compiled_backbones_compute_same_features_as_eager_mode(backbone):
-    torch.manual_seed(0)
     model = build_backbone(config(backbone)).eval()
     images = torch.randn(2, 3, *SIZE)
     with torch.no_grad():

@@ -14,7 +14,6 @@ from fastamp.solver import build_optimizer, build_own_optimizers
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_center_loss_equals_naive_loop(dtype):
-    torch.manual_seed(0)
     features, centers, targets = torch.randn(6, 5).to(dtype), torch.randn(4, 5), torch.tensor([0, 3, 3, 1, 0, 2])
     distances = [sum((features[n].double() - centers[t].double()) ** 2) for n, t in enumerate(targets)]
     loss = center_loss(features, targets, centers)
@@ -24,7 +23,6 @@ def test_center_loss_equals_naive_loop(dtype):
 
 @pytest.mark.parametrize("scale", [0.0005, 0.1])
 def test_center_loss_weight_does_not_change_center_updates(scale):
-    torch.manual_seed(0)
     features, targets = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
     loss = CenterLoss(num_classes=3, feature_dim=3, scale=scale, lr=0.5)
     before = loss.centers.detach().clone()

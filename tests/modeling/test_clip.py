@@ -71,7 +71,6 @@ def test_features_equal_the_original_program(case):
 
 
 def test_attention_pooling_equals_multi_head_attention():
-    torch.manual_seed(0)
     pool = AttentionPool((4, 2), 128, 32)
     maps = torch.randn(3, 128, 4, 2)
     tokens = maps.flatten(2).permute(2, 0, 1)
@@ -87,7 +86,6 @@ def test_attention_pooling_equals_multi_head_attention():
 
 
 def test_resnet_features_are_means_of_stages_and_the_attention_pooling():
-    torch.manual_seed(0)
     backbone = build_backbone(config(name="resnet")).eval()
     images = torch.randn(2, 3, 64, 32)
     with torch.no_grad():
@@ -102,7 +100,6 @@ def test_resnet_features_are_means_of_stages_and_the_attention_pooling():
 @pytest.mark.integration
 def test_resnet_equals_timm_under_the_same_weights():
     timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
     other = timm.create_model("resnet50_clip", pretrained=False, num_classes=0).eval()
     options = ("MODEL.BACKBONE.PROJECTION", "False", "MODEL.BACKBONE.LAST_STRIDE", "2")
     backbone = build_backbone(config(*options, name="resnet", depth="50x")).eval()
@@ -124,7 +121,6 @@ def test_resnet_equals_timm_under_the_same_weights():
 
 
 def test_side_embedding_is_added_to_the_class_token_only():
-    torch.manual_seed(0)
     backbone = build_backbone(config("MODEL.BACKBONE.SIE_CAMERAS", "3", "MODEL.BACKBONE.SIE_VIEWS", "2")).eval()
     assert backbone.sie_embed.shape == (6, 1, 128)
     images, cameras, views = torch.randn(2, 3, 64, 32), torch.tensor([0, 2]), torch.tensor([1, 0])
@@ -143,7 +139,6 @@ def test_side_embedding_is_added_to_the_class_token_only():
 
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_overlap_other_sizes_and_training(name):
-    torch.manual_seed(0)
     opts = ("MODEL.BACKBONE.STRIDE_SIZE", "(12, 12)", "MODEL.BACKBONE.CHECKPOINTING", "True") if name == "vit" else ()
     model = build_model(config(*opts, name=name))
     if name == "vit":
@@ -202,7 +197,6 @@ def transformers_state(tower):
 @pytest.mark.parametrize("projection", [True, False])
 @pytest.mark.parametrize("model", ["CLIPModel", "CLIPVisionModelWithProjection", "CLIPVisionModel"])
 def test_files_of_transformers_load_to_equal_outputs(tmp_path, projection, model):
-    torch.manual_seed(0)
     options = ("MODEL.BACKBONE.PROJECTION", str(projection))
     source = build_backbone(config(*options)).eval()
     for parameter in source.parameters():

@@ -206,7 +206,6 @@ def test_moco_discards_memory_bank_of_other_identities_or_another_head(config, o
     [("MoCo", "loss_mb", ("MODEL.QUEUE_SIZE", "8")), ("Distiller", "loss_jsdiv", ("KD.EMA.ENABLED", "True"))],
 )
 def test_moco_and_distiller_use_global_feature_of_jpm_head(config, arch, term, opts):
-    torch.manual_seed(0)
     model = build_model(config("MODEL.META_ARCHITECTURE", arch, "MODEL.BACKBONE.DROP_PATH_RATIO", "0", *opts))
     captured = []
     model.heads.register_forward_hook(lambda head, args, outputs: captured.append((args[0], outputs[0][1])))

@@ -135,7 +135,6 @@ def multi_similarity(features, targets, *, alpha, beta, base, margin):
 
 
 def test_losses_are_summed_over_seven_heads_and_three_features():
-    torch.manual_seed(0)
     losses = (
         "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'pml/MultiSimilarityLoss')", "MODEL.LOSSES.CE.SCALE", "0.5",
         "MODEL.LOSSES.PML.SCALE", "0.5", "MODEL.LOSSES.PML.MINER", "MultiSimilarityMiner", "MODEL.LOSSES.PML.ARGS",

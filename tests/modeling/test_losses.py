@@ -20,7 +20,6 @@ from fastamp.modeling.losses import (
 
 
 def test_no_gradient_flows_through_adaptive_smoothing():
-    torch.manual_seed(0)
     logits, targets = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 0])
     cross_entropy_loss(logits, targets, epsilon=-1.0, alpha=0.2).backward()
     probabilities = logits.detach().softmax(1)

@@ -96,7 +96,6 @@ def test_mgn_raises_for_unsupported_backbone_loss_or_image_size():
 
 @pytest.mark.integration
 def test_extra_bn_normalizes_the_map_of_each_branch():
-    torch.manual_seed(0)
     plain, normed = build_model(config()), build_model(config("MODEL.BACKBONE.EXTRA_BN", "True"))
     names = {name.split(".")[0] for name in normed.state_dict().keys() - plain.state_dict().keys()}
     assert names == {"heads_extra_bn_b1", "heads_extra_bn_b2", "heads_extra_bn_b3"}

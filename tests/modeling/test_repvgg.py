@@ -68,7 +68,6 @@ def test_repvgg_uses_grouped_convolutions_in_every_second_block(depth):
 
 
 def test_repvgg_features_in_training_and_deploy_form_equal_timm(tmp_path):
-    torch.manual_seed(0)
     reference = randomized(timm.create_model("repvgg_a0", num_classes=7))
     torch.save(reference.state_dict(), tmp_path / "repvgg.pth")
     path = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "repvgg.pth"))
@@ -174,7 +173,6 @@ def test_repvgg_warns_about_deploy_form_and_raises_for_pretrain_without_path(cap
 
 
 def test_repvgg_strided_pointwise_convolution_has_correct_output_and_gradient():
-    torch.manual_seed(0)
     block = RepVGGBlock(3, 8, stride=2, norm="BN", deploy=False)
     convolution, images = block.rbr_1x1.conv, torch.randn(2, 3, 9, 7)
     images = images.contiguous(memory_format=torch.channels_last)

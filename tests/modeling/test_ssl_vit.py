@@ -120,7 +120,6 @@ def test_convolutional_stem_has_the_names_of_transreid_ssl():
 
 
 def test_convolutional_stem_equals_a_plain_computation():
-    torch.manual_seed(0)
     stem = ics().patch_embed.eval()
     images = torch.randn(2, 3, 64, 32)
     x = images
@@ -139,7 +138,6 @@ def test_convolutional_stem_equals_a_plain_computation():
 @pytest.mark.parametrize("separate", [True, False])
 @pytest.mark.parametrize("fusion", ["cat", "mean"])
 def test_part_token_head_equals_a_plain_computation(fusion, separate):
-    torch.manual_seed(0)
     head = PartTokenHead(
         feat_dim=4,
         parts=3,

@@ -56,7 +56,6 @@ def test_weights_of_the_agw_program_load_and_give_its_features(tmp_path):
 
 
 def test_each_image_of_a_mixed_batch_uses_its_stem():
-    torch.manual_seed(0)
     backbone = build_backbone(config()).eval()
     torch.nn.init.normal_(backbone.infrared_conv1.weight)
     pixels = torch.randn(5, 3, 32, 16)
@@ -93,7 +92,6 @@ def test_missing_columns_and_wrong_modalities_are_errors():
 
 
 def test_default_modality_applies_to_images_without_the_column():
-    torch.manual_seed(0)
     model = build_model(config(MODALITY="infrared")).eval()
     torch.nn.init.normal_(model.backbone.infrared_conv1.weight)
     pixels = torch.randint(0, 256, (2, 3, 32, 16))

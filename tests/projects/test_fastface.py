@@ -228,7 +228,6 @@ def test_recipes_have_partial_fc_and_cosface(name, expected):
 def test_squeeze_excitation_scales_channels():
     from fastface.iresnet import SqueezeExcitation
 
-    torch.manual_seed(0)
     module, x = SqueezeExcitation(32), torch.randn(2, 32, 3, 3)
     y = module(x)
     ratio = (y / x).flatten(2)

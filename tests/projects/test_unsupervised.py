@@ -51,7 +51,6 @@ def test_memory_is_updated_one_image_after_the_other():
     from unsupervised.cluster_contrast import update_hard
     from unsupervised.memory import update_mean
 
-    torch.manual_seed(0)
     memory, features = F.normalize(torch.randn(4, 6), dim=1), F.normalize(torch.randn(20, 6), dim=1)
     targets = torch.randint(3, (20,))
     expected = memory.clone()
