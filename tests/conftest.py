@@ -106,6 +106,13 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def datasets_root(tmp_path, monkeypatch):
+    """Set FASTAMP_DATASETS to the temporary folder of the test, and return it."""
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
 def demo(demo_root, monkeypatch):
     """Set FASTAMP_DATASETS to the data root with the demo dataset, and return it."""
     monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))

@@ -126,9 +126,8 @@ def test_train_and_test_interpolation_can_differ():
 
 
 @pytest.fixture
-def market_mixed_sizes(tmp_path, monkeypatch, write_image):
+def market_mixed_sizes(tmp_path, datasets_root, monkeypatch, write_image):
     """Data root with a small Market-1501 that has images of three sizes."""
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     base = tmp_path / "Market-1501-v15.09.15"
     sizes = [(64, 32), (60, 40), (36, 48)]

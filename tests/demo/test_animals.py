@@ -75,8 +75,7 @@ def test_incomplete_folder_is_written_again_and_other_folders_are_an_error(anima
         generate_animals(tmp_path / "few", individuals=1)
 
 
-def test_dataset_is_an_open_set_without_leaks(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+def test_dataset_is_an_open_set_without_leaks(tmp_path, datasets_root, monkeypatch):
     monkeypatch.setattr("fastamp.demo.animals._draw", lambda *args: np.zeros((8, 8, 3), dtype=np.uint8))
     dataset = build_dataset("DemoAnimals")
     assert dataset.title == "DemoAnimals"

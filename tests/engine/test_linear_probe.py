@@ -65,8 +65,7 @@ def test_frozen_backbone_has_no_graph_no_gradients_and_is_in_evaluation_mode(pro
 
 
 @pytest.mark.integration
-def test_resumed_probe_is_equal_bit_for_bit(probe, demo_root, tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))
+def test_resumed_probe_is_equal_bit_for_bit(probe, demo, tmp_path):
     folder, _, _ = probe
     (tmp_path / "model_0001.pth").write_bytes((folder / "model_0001.pth").read_bytes())
     (tmp_path / "last_checkpoint").write_text("model_0001.pth")

@@ -346,9 +346,8 @@ def test_export_skips_map_comparison_if_configured_test_set_is_unknown(checkpoin
 
 
 def test_export_compares_only_random_images_if_test_set_is_missing(
-    checkpoint, tmp_path, monkeypatch, predictor, caplog
+    checkpoint, tmp_path, datasets_root, monkeypatch, predictor, caplog
 ):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     monkeypatch.setattr(check, "RankedImages", missing)
     report = export(predictor, tmp_path / "model.pt2")
     assert len(report.comparisons) == 3 and report.map_difference is None and "mAP" not in report.table()

@@ -179,8 +179,7 @@ def test_run_trains_adapters_and_leaves_base_weights_unchanged(run):
 
 
 @pytest.mark.integration
-def test_resumed_run_is_equal_bit_for_bit(run, demo_root, tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))
+def test_resumed_run_is_equal_bit_for_bit(run, demo, tmp_path):
     (tmp_path / "model_0000.pth").write_bytes((run / "run" / "model_0000.pth").read_bytes())
     (tmp_path / "last_checkpoint").write_text("model_0000.pth")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *TINY))
@@ -244,8 +243,7 @@ def test_stripped_file_of_adapters_stays_a_file_of_adapters(run, tmp_path):
 
 
 @pytest.mark.integration
-def test_exported_model_has_merged_weights(run, demo_root, tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))
+def test_exported_model_has_merged_weights(run, demo, tmp_path):
     source = run / "run" / "model_final.pth"
     report = export(fastamp.Predictor(source, device="cpu"), tmp_path / "model.pt2")
     names = {name for name, _ in torch.export.load(report.path).named_parameters()}

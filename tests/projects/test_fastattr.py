@@ -361,8 +361,7 @@ def test_market_attributes_belong_to_identities_and_the_age_is_a_text(tmp_path):
 
 
 @pytest.mark.integration
-def test_market_attributes_train_with_the_file_of_fastreid(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+def test_market_attributes_train_with_the_file_of_fastreid(tmp_path, datasets_root, caplog):
     make_market(tmp_path)
     cfg = read_config("FastAttr/market1501", options(tmp_path / "run", "MODEL.HEADS.NUM_CLASSES", "27", columns="[]"))
     cfg = cfg.with_values({"SOLVER.IMS_PER_BATCH": 2, "SOLVER.BASE_LR": 1e-5})
@@ -371,13 +370,12 @@ def test_market_attributes_train_with_the_file_of_fastreid(tmp_path, monkeypatch
 
 
 @pytest.mark.integration
-def test_age_as_fastreid_reads_it_is_one_number(tmp_path, monkeypatch):
+def test_age_as_fastreid_reads_it_is_one_number(tmp_path, datasets_root):
     from fastattr.attributes import with_attributes
     from fastattr.datasets import Market1501AttrFastReID
 
     from fastamp.data import build_reid_train_loader
 
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     folder = make_market(tmp_path)
     assert {item.columns["age"] for item in Market1501AttrFastReID(tmp_path).train} == {0, 3}
     name = ("DATASETS.NAMES", "Market1501AttrFastReID", "DATASETS.TESTS", "Market1501AttrFastReID")

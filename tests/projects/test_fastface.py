@@ -117,8 +117,7 @@ def tiny_recipe(output, *opts):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("rate", [None, 0.5])
-def test_training_reports_the_accuracy_of_pairs_and_the_run_is_evaluated(tmp_path, monkeypatch, capsys, rate):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+def test_training_reports_the_accuracy_of_pairs_and_the_run_is_evaluated(tmp_path, datasets_root, capsys, rate):
     make_faces(tmp_path)
     partial = ("MODEL.HEADS.PFC.ENABLED", "True", "MODEL.HEADS.PFC.SAMPLE_RATE", str(rate)) if rate else ()
     results = DefaultTrainer(tiny_recipe(tmp_path / "run", *partial)).train()
@@ -129,8 +128,7 @@ def test_training_reports_the_accuracy_of_pairs_and_the_run_is_evaluated(tmp_pat
     assert main(["eval", str(tmp_path / "run"), "TEST.FLIP.ENABLED", "True"]) == 0
 
 
-def test_all_images_of_a_folder_and_all_pairs_are_read(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+def test_all_images_of_a_folder_and_all_pairs_are_read(tmp_path, datasets_root):
     cfg = get_cfg().with_values({"PROJECTS": ["FastFace"]})
     for name, match in (("FaceFolder", "MS_Celeb_1M"), ("LFW", "pairs.txt")):
         with pytest.raises(DataError, match=match):
@@ -175,8 +173,7 @@ def test_baselines_are_verified_like_the_features(demo):
 
 
 @pytest.mark.integration
-def test_test_set_without_pairs_is_a_data_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+def test_test_set_without_pairs_is_a_data_error(tmp_path, datasets_root, capsys):
     make_faces(tmp_path)
     (tmp_path / "table.csv").write_text("path,pid,camid,split\nlfw/p0/p0_0001.jpg,1,1,query\n")
     cfg = tiny_recipe(tmp_path / "run", "DATASETS.TESTS", f"csv:{tmp_path / 'table.csv'}")
@@ -194,8 +191,7 @@ def test_recipe_equals_the_file_of_fastreid(path, tmp_path):
 
 
 @pytest.mark.integration
-def test_images_that_are_not_resized_are_trained_with_the_configured_width(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+def test_images_that_are_not_resized_are_trained_with_the_configured_width(tmp_path, datasets_root):
     make_faces(tmp_path)
     sizes = ("INPUT.SIZE_TRAIN", "[0]", "INPUT.SIZE_TEST", "[0]")
     assert "Accuracy" in DefaultTrainer(tiny_recipe(tmp_path / "run", *sizes)).train()
@@ -338,8 +334,7 @@ def identical(batches, others):
 
 
 @pytest.mark.integration
-def test_training_reads_a_record_file_like_the_unpacked_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+def test_training_reads_a_record_file_like_the_unpacked_folder(tmp_path, datasets_root, capsys):
     make_faces(tmp_path)
     rng, rows = np.random.default_rng(0), []
     for person in (3, 4, 7):
@@ -467,13 +462,12 @@ def blosc(monkeypatch):
 
 
 @pytest.mark.parametrize("bgr", [False, True])
-def test_bcolz_arrays_are_unpacked_to_a_set_that_lfw_reads(tmp_path, monkeypatch, blosc, bgr):
+def test_bcolz_arrays_are_unpacked_to_a_set_that_lfw_reads(tmp_path, datasets_root, blosc, bgr):
     images = np.random.default_rng(0).integers(256, size=(8, 3, 6, 5), dtype=np.uint8)
     save_array(tmp_path / "emore/lfw", images, [True, False, False, True], blosc)
     unpack_array = runpy.run_path(str(UNPACK))["unpack_array"]
     (tmp_path / "lfw").mkdir()
     assert unpack_array(tmp_path / "emore/lfw", tmp_path / "lfw", bgr=bgr) == 8
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     items = build_dataset("LFW", get_cfg().with_values({"PROJECTS": ["FastFace"]})).query
     expected = images[:, ::-1] if bgr else images
     assert np.array_equal(torch.stack([read_image(item.path) for item in items]).numpy(), expected)

@@ -29,7 +29,7 @@ def fastretri():
 
 
 @pytest.fixture
-def root(tmp_path, monkeypatch):
+def root(tmp_path, datasets_root):
     """Data root with FastReID's lists of the four datasets: 8 classes of 4 images, half of them for training."""
     folders = {"CUB_200_2011": "{}", "Cars_196": "{}", "Stanford_Online_Products": "shoe_{}", "InShop": "id_{:03}"}
     for folder, label in folders.items():
@@ -48,7 +48,6 @@ def root(tmp_path, monkeypatch):
         )
         for name in expected:
             (tmp_path / folder / name).write_text("\n".join(lists[name]) + "\n")
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     return tmp_path
 
 

@@ -31,7 +31,7 @@ def naic20():
 
 
 @pytest.fixture
-def root(tmp_path, monkeypatch):
+def root(tmp_path, datasets_root):
     """Data root with the lists of both years: identities 3, 17 and x with 3, 2 and 1 training images."""
     train = [("a.png", "3"), ("b.png", "3"), ("c d.png", "3"), ("e.png", "17"), ("f.png", "17"), ("g.png", "x")]
     test = [("h.png", "20"), ("i.png", "21")], [("j.png", "20"), ("k.png", "21"), ("l.png", "20")]
@@ -51,7 +51,6 @@ def root(tmp_path, monkeypatch):
     write("naic/2019_NAIC/fusai", train, "train_list_clean.txt", " ", "train")
     write("naic/round2/image_A", test[0], "unused.txt", ":", "query")
     write("naic/round2/image_A", test[1], "unused.txt", ":", "gallery")
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     return tmp_path
 
 
@@ -167,8 +166,7 @@ def test_long_tail_without_other_identities_is_an_error(root):
         load("NAIC20_R1").train  # noqa: B018
 
 
-def test_missing_folder_lists_the_expected_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+def test_missing_folder_lists_the_expected_files(tmp_path, datasets_root):
     with pytest.raises(DataError, match=r"label\.txt[\s\S]*fix:"):
         load("NAIC20_R1")
 

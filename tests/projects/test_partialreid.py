@@ -400,8 +400,7 @@ def partial_tree(root, folder, splits):
         ("OccludedREID", "OccludedREID", ("query", "gallery")),
     ],
 )
-def test_partial_datasets(name, folder, splits, tmp_path, elsewhere, monkeypatch, input_error, capsys):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+def test_partial_datasets(name, folder, splits, tmp_path, elsewhere, datasets_root, input_error, capsys):
     cfg = get_cfg().with_values({"PROJECTS": ["PartialReID"]})
     with pytest.raises(DataError, match=folder):
         build_dataset(name, cfg)
@@ -429,8 +428,7 @@ def test_partial_datasets(name, folder, splits, tmp_path, elsewhere, monkeypatch
         ("OccludedDukeHeldOut", "Occluded_Duke"),
     ],
 )
-def test_held_out_identities_of_other_datasets(name, folder, tmp_path, elsewhere, monkeypatch):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+def test_held_out_identities_of_other_datasets(name, folder, tmp_path, elsewhere, datasets_root):
     cfg = get_cfg().with_values({"PROJECTS": ["PartialReID"], "DATASETS.PARTIAL.HELD_OUT": 0.5})
     for split in ("bounding_box_train", "query", "bounding_box_test"):
         (tmp_path / folder / split).mkdir(parents=True)

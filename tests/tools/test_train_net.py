@@ -170,8 +170,7 @@ def test_evaluation_log_mentions_flip_test_and_baselines(demo, tmp_path, capfd):
     assert "flip test" in log and "baseline: raw pixels" in log and "baseline: color histogram" in log
 
 
-def test_train_net_exits_with_2_if_dataset_is_missing_or_empty(assert_input_error, tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+def test_train_net_exits_with_2_if_dataset_is_missing_or_empty(assert_input_error, tmp_path, datasets_root):
     market = ("DATASETS.NAMES", "Market1501", "DATASETS.TESTS", "Market1501")
     assert_input_error(*market, message=["Market-1501-v15.09.15", "bounding_box_train", "FASTAMP_DATASETS"])
     for name in ("bounding_box_train", "query", "bounding_box_test"):

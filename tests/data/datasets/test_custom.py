@@ -149,8 +149,7 @@ def test_binary_csv_file_raises(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["csv", "folder"])
-def test_missing_csv_or_folder_error_names_path(tmp_path, monkeypatch, kind):
-    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+def test_missing_csv_or_folder_error_names_path(tmp_path, datasets_root, kind):
     with pytest.raises(DataError, match=f"(?s){kind}:mine.*{tmp_path}/mine"):
         build_dataset(f"{kind}:mine")
 
