@@ -1,6 +1,7 @@
 import shutil
 
 import pytest
+from dataset_trees import message
 
 from fastamp.data.build import build_dataset
 from fastamp.data.datasets import (
@@ -53,12 +54,6 @@ def test_two_digit_camera_number_is_parsed(market, write_image):
 def test_images_are_sorted_by_name(market):
     paths = [item.path for item in Market1501(root=market.parent).train]
     assert paths == sorted(paths)
-
-
-def message(call):
-    with pytest.raises(DataError) as raised:
-        call()
-    return str(raised.value)
 
 
 def test_missing_dataset_error_names_path_and_layout(tmp_path, monkeypatch):

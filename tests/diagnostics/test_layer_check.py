@@ -1,6 +1,5 @@
 """Tests of the layer check: planted faults are found, and correct models pass."""
 
-import importlib.util
 import itertools
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from command import load_script
 from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
@@ -24,9 +24,7 @@ from fastamp.utils.errors import TrainingError
 LOW = [torch.bfloat16, torch.float16]
 ROOT = Path(__file__).parents[2]
 
-spec = importlib.util.spec_from_file_location("reference_models", ROOT / "tests/modeling/test_reference.py")
-reference = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference)
+reference = load_script("tests/modeling/test_reference.py")
 
 
 def policy(dtype):

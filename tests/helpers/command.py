@@ -1,7 +1,11 @@
-"""Run a command of the console script in this process."""
+"""Run commands of the console script and load scripts in this process."""
 
 import argparse
+import importlib.util
+from pathlib import Path
 from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
 
 
 def run_command(module: ModuleType, *arguments: object) -> int:
@@ -9,3 +13,11 @@ def run_command(module: ModuleType, *arguments: object) -> int:
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     return module.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def load_script(path: str) -> ModuleType:
+    """Import a file of the repository, which is in no package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

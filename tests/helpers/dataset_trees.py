@@ -3,7 +3,12 @@
 import io
 import json
 
+import pytest
 from scipy.io import savemat
+
+from fastamp.config import read_config
+from fastamp.data.build import build_dataset
+from fastamp.utils.errors import DataError
 
 MARKET = {
     "bounding_box_train": ("0002_c1s1_000451_03.jpg", "0002_c6s2_000001_01.jpg", "0007_c3s1_000001_00.jpg"),
@@ -381,3 +386,20 @@ def write(root, files):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     return root
+
+
+def build(name, root, files=(), **keys):
+    """Write the files of a dataset and further ``files``, and build the dataset.
+
+    Keyword arguments set keys in the config section DATASETS; ``__`` stands for a dot.
+    """
+    write(root, TREES[name][0] | dict(files))
+    pairs = [text for key, value in keys.items() for text in (f"DATASETS.{key.replace('__', '.')}", value)]
+    return build_dataset(name, read_config("", pairs))
+
+
+def message(call, *args):
+    """Return the message of the DataError that ``call(*args)`` raises."""
+    with pytest.raises(DataError) as raised:
+        call(*args)
+    return str(raised.value)

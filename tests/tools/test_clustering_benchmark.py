@@ -1,15 +1,10 @@
 """tools/benchmark/clustering.py: the variants and the stages give the same labels, and the stages continue."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
+from command import load_script
 
-FILE = Path(__file__).parents[2] / "tools/benchmark/clustering.py"
-SPEC = importlib.util.spec_from_file_location("clustering_benchmark", FILE)
-MODULE = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(MODULE)
+MODULE = load_script("tools/benchmark/clustering.py")
 
 
 def check(count, width, folder):

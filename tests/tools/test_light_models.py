@@ -1,17 +1,12 @@
 """tools/benchmark/light_models.py: the recipes, the turns and the tables."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
+from command import load_script
 
 from fastamp.config import read_config
 
-FILE = Path(__file__).parents[2] / "tools/benchmark/light_models.py"
-SPEC = importlib.util.spec_from_file_location("light_models_benchmark", FILE)
-MODULE = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(MODULE)
+MODULE = load_script("tools/benchmark/light_models.py")
 
 
 def test_models_are_recipes_and_all_runs_take_turns_on_both_batches():

@@ -1,16 +1,12 @@
 """tools/benchmark/partial_fc.py with toy sizes."""
 
-import importlib.util
 from argparse import Namespace
-from pathlib import Path
 
-FILE = Path(__file__).parents[2] / "tools/benchmark/partial_fc.py"
+from command import load_script
 
 
 def test_each_head_of_the_partial_fc_benchmark_takes_steps():
-    spec = importlib.util.spec_from_file_location("partial_fc_benchmark", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("tools/benchmark/partial_fc.py")
     args = Namespace(device="cpu", width=4, batch=3, warmup=1, steps=2, cpu_time=True)
     rates = module.sampling_rates(20, 5)
     assert list(rates.values()) == [None, 1.0, 0.1, 0.25]

@@ -1,12 +1,11 @@
 """tools/ray_serve.py: answers of errors, without Ray."""
 
 import asyncio
-import importlib.util
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
+from command import load_script
 
 from fastamp.inference.gallery import MutableGallery
 from fastamp.retrieval.gallery_store import GalleryModel
@@ -16,10 +15,7 @@ pytest.importorskip("python_multipart")
 
 from starlette.requests import Request
 
-FILE = Path(__file__).parents[2] / "tools/ray_serve.py"
-SPEC = importlib.util.spec_from_file_location("ray_serve", FILE)
-MODULE = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(MODULE)
+MODULE = load_script("tools/ray_serve.py")
 
 pytestmark = pytest.mark.extras
 

@@ -1,14 +1,9 @@
 """tools/benchmark/scaling.py: time of a ring all-reduce, scaling efficiency and predicted speeds."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from command import load_script
 
-PATH = Path(__file__).parents[2] / "tools/benchmark/scaling.py"
-spec = importlib.util.spec_from_file_location("scaling", PATH)
-scaling = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(scaling)
+scaling = load_script("tools/benchmark/scaling.py")
 
 
 def test_ring_all_reduce_time_matches_formula():

@@ -1,11 +1,11 @@
 """tools/benchmark/step_overhead.py at toy size: same arithmetic in both loops, and the summary of the pairs."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from command import load_script
 
 FOLDER = Path(__file__).parents[2] / "tools/benchmark"
 TOY = [
@@ -29,10 +29,7 @@ TOY = [
 def overhead():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
-        spec = importlib.util.spec_from_file_location("step_overhead", FOLDER / "step_overhead.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
+        yield load_script("tools/benchmark/step_overhead.py")
 
 
 CLIP = ("SOLVER.CLIP_GRADIENTS.ENABLED", "True")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from dataset_trees import TREES, under, write
+from dataset_trees import TREES, build, message, under, write
 
-from fastamp.config import get_cfg, read_config
+from fastamp.config import read_config
 from fastamp.data.build import build_dataset
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.datasets.items import PackedItems
@@ -17,28 +17,15 @@ from fastamp.data.training_images import training_parts
 from fastamp.evaluation import Identities, Protocol
 from fastamp.evaluation.metrics import compute_metrics
 from fastamp.evaluation.protocol import PROTOCOL_REGISTRY
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.errors import ConfigError
 
 LISTS = json.loads((Path(__file__).parents[2] / "reference/methods/vi_lists1.json").read_text())
 SPLITS = ("train", "query", "gallery")
 SYSU_CAMERAS = ["visible", "visible", "infrared", "visible", "visible", "infrared"]
 
 
-def build(name, root, extra=None, **keys):
-    write(root, TREES[name][0] | (extra or {}))
-    cfg = get_cfg()
-    cfg.merge_from_list([word for key, value in keys.items() for word in (f"DATASETS.{key.replace('__', '.')}", value)])
-    return build_dataset(name, cfg)
-
-
 def column(items, name):
     return [item.columns[name] for item in items]
-
-
-def message(call):
-    with pytest.raises(DataError) as raised:
-        call()
-    return str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +278,7 @@ def test_published_counts_add_up_to_the_published_total(subtests):
 
 def test_identity_0_of_ltcc_is_a_person_and_not_a_distractor(root):
     person = {f"LTCC_ReID/{folder}/000_2_c2_1.png": "" for folder in ("query", "test")}
-    dataset = build("LTCC", root, extra=person)
+    dataset = build("LTCC", root, files=person)
     (part,) = training_parts([dataset], combine_all=True)
     assert sum("/query/" in item.path or "/test/" in item.path for item in part if item.pid == "ltcc_0") == 2
 

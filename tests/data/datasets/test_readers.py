@@ -5,14 +5,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from dataset_trees import TREES, msmt, write
+from dataset_trees import TREES, build, message, msmt, write
 from documented import documented_file
 
 from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset
 from fastamp.data.datasets import DATASET_REGISTRY, FilenameDataset, ImageDataset
 from fastamp.data.training_images import training_items, training_parts
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.errors import ConfigError
 
 NAMES = sorted(TREES)
 MARKET = "Market-1501-v15.09.15"
@@ -28,26 +28,9 @@ def labels_of(items):
     return [(item.pid, item.camid) for item in items]
 
 
-def message(call, *args):
-    with pytest.raises(DataError) as raised:
-        call(*args)
-    return str(raised.value)
-
-
 def first_images(name):
     dataset = build_dataset(name)
     return dataset.train + dataset.query + dataset.gallery
-
-
-def build(name, root, **keys):
-    """Write the files of a dataset and build the dataset.
-
-    Keyword arguments set keys in the config section DATASETS; ``__`` stands for a dot.
-    """
-    write(root, TREES[name][0])
-    cfg = get_cfg()
-    cfg.merge_from_list([word for key, value in keys.items() for word in (f"DATASETS.{key.replace('__', '.')}", value)])
-    return build_dataset(name, cfg)
 
 
 def test_all_datasets_are_registered():

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dataset_trees import TREES, mat, write
+from dataset_trees import build, mat
 from PIL import Image
 
 from fastamp.config import get_cfg
@@ -16,13 +16,6 @@ from fastamp.evaluation import Protocol, ReidEvaluator
 from fastamp.utils.errors import ConfigError, DataError
 
 NAMES = ("MARS", "DukeMTMCVideo", "iLIDSVID", "PRID2011", "CCVID")
-
-
-def build(name, root, files=(), **keys):
-    write(root, TREES[name][0] | dict(files))
-    cfg = get_cfg()
-    cfg.merge_from_list([word for key, value in keys.items() for word in (f"DATASETS.{key.replace('__', '.')}", value)])
-    return build_dataset(name, cfg)
 
 
 def tracklets(items):
