@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastamp.config import get_cfg, read_config
+from fastamp.config import read_config
 from fastamp.data.build import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageDataset
@@ -301,8 +301,7 @@ def test_corrupt_image_is_replaced_by_next_image_of_same_identity(tmp_path, skip
         if number in (1, 10):
             Image.new("RGB", (4, 8), (20 * number, 0, 0)).save(tmp_path / f"{number}.png")
     items = [(str(tmp_path / f"{number}.png"), f"p{number % 3 == 1}", 0) for number in range(12)]
-    cfg = get_cfg()
-    cfg.INPUT.SIZE_TEST = (8, 4)
+    cfg = read_config("", ["INPUT.SIZE_TEST", (8, 4)])
     dataset = ReidDataset(items, build_transforms(cfg, is_train=False), relabel=True, skip_corrupt=True)
     assert [int(dataset.read(row)[0, 0, 0]) for row in (1, 4, 7, 10)] == [20, 200, 200, 200]
     with pytest.raises(DataError, match=r"cannot read .*\.png.*identity.*DATALOADER\.ON_CORRUPT"):

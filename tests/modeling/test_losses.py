@@ -17,6 +17,7 @@ from fastamp.modeling.losses import (
     pairwise_cosface,
     triplet_loss,
 )
+from fastamp.modeling.losses.supcon import supcon_loss
 
 
 def test_no_gradient_flows_through_adaptive_smoothing():
@@ -84,16 +85,6 @@ def test_triplet_loss_with_soft_margin_does_not_overflow():
     assert torch.isfinite(loss) and torch.isfinite(features.grad).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_triplet_loss_and_cross_entropy_are_float32_under_autocast(dtype):
-    with torch.autocast("cpu", dtype=dtype):
-        features = (torch.randn(4, 8) @ torch.randn(8, 8)).requires_grad_()
-        targets = torch.tensor([0, 0, 1, 1])
-        assert features.dtype == dtype
-        assert triplet_loss(features, targets).dtype == torch.float32
-        assert cross_entropy_loss(features, targets).dtype == torch.float32
-
-
 @pytest.mark.parametrize("gamma", [0.5, 2.0])
 def test_focal_loss_is_finite_for_confident_samples(gamma):
     logits = torch.tensor([[1000.0, 0.0], [0.0, 1000.0], [3.0, 3.0]], requires_grad=True)
@@ -105,24 +96,26 @@ def test_focal_loss_is_finite_for_confident_samples(gamma):
     assert torch.equal(one_class.grad, torch.zeros(4, 1))
 
 
-PAIRWISE = {"circle": pairwise_circle_loss, "cosface": pairwise_cosface}
+PAIRWISE = (pairwise_circle_loss, pairwise_cosface, supcon_loss)
 
 
-@pytest.mark.parametrize("name", PAIRWISE)
-@pytest.mark.parametrize("targets", [[0, 0, 0, 0], [0, 1, 2, 3], [0]])
-def test_pairwise_cosine_losses_are_zero_if_batch_has_no_pairs(name, targets):
-    features = torch.randn(len(targets), 4, requires_grad=True)
-    loss = PAIRWISE[name](features, torch.tensor(targets))
-    loss.backward()
-    assert loss.item() == 0 and torch.equal(features.grad, torch.zeros_like(features))
+@pytest.mark.parametrize("function", PAIRWISE)
+def test_pairwise_losses_are_zero_if_batch_has_no_pairs(function, subtests):
+    for targets in ([0, 0] if function is supcon_loss else [0, 0, 0, 0], [0, 1, 2, 3], [0]):
+        with subtests.test(targets=targets):
+            features = torch.randn(len(targets), 4, requires_grad=True)
+            loss = function(features, torch.tensor(targets))
+            loss.backward()
+            assert loss.item() == 0 and not features.grad.any()
 
 
-@pytest.mark.parametrize("function", [*PAIRWISE.values(), focal_loss])
-def test_pairwise_cosine_and_focal_losses_are_float32_under_autocast(function):
-    values, targets = 100 * torch.randn(8, 6), torch.arange(8) // 2
-    with torch.autocast("cpu", dtype=torch.float16):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("function", [*PAIRWISE, triplet_loss, cross_entropy_loss, focal_loss])
+def test_losses_are_float32_under_autocast(function, dtype):
+    values, targets = (100 * torch.randn(8, 6)).to(dtype), torch.arange(8) // 2
+    with torch.autocast("cpu", dtype=dtype):
         low = function(values, targets)
-    assert low.dtype == torch.float32 and torch.equal(low, function(values, targets))
+    assert low.dtype == torch.float32 and torch.equal(low, function(values.float(), targets))
 
 
 def test_build_losses_applies_scale_of_each_loss():

@@ -9,7 +9,7 @@ import torch
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.modeling.backbones import clip, clip_resnet
 from fastamp.modeling.backbones.position_grid import infer_grids
 from fastamp.modeling.backbones.timm_vit import TimmVisionTransformer
@@ -79,8 +79,7 @@ class Model(torch.nn.Module):
 
 
 def config_text(size, stride):
-    cfg = get_cfg()
-    cfg.INPUT.SIZE_TRAIN, cfg.MODEL.BACKBONE.STRIDE_SIZE = size, (stride, stride)
+    cfg = read_config("", ["INPUT.SIZE_TRAIN", size, "MODEL.BACKBONE.STRIDE_SIZE", (stride, stride)])
     return cfg.dump()
 
 

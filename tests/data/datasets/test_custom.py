@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.data.build import build_dataset
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageDataset, count_items
@@ -61,8 +61,7 @@ def test_csv_box_crops_image(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "frame.png")
     name = write_csv(tmp_path, ["frame.png,1,5,6,21,38", "frame.png,2,0,0,60,40"], "path,pid,x0,y0,x1,y1")
-    cfg = get_cfg()
-    cfg.INPUT.SIZE_TEST = (32, 16)
+    cfg = read_config("", ["INPUT.SIZE_TEST", (32, 16)])
     dataset = ReidDataset(build_dataset(name).train, build_transforms(cfg, is_train=False), relabel=True)
     assert torch.equal(dataset[0]["images"], torch.from_numpy(pixels[6:38, 5:21]).permute(2, 0, 1))
     assert dataset.num_classes == 2

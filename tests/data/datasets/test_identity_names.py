@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fastamp.config import get_cfg
+from fastamp.config import read_config
 from fastamp.data.build import build_dataset
 from fastamp.data.check import check_dataset
 from fastamp.data.datasets import FilenameDataset, ImageDataset, Market1501
@@ -38,8 +38,7 @@ def test_every_reader_has_the_same_rule(tmp_path, write_image, subtests):
             for identity in (name, "a", "b", "c"):
                 for image in range(2):
                     write_image(root / "people" / identity.replace("/", "") / f"{image}.jpg")
-            cfg = get_cfg()
-            cfg.DATASETS.FOLDER.TEST_FRACTION = 0.0
+            cfg = read_config("", ["DATASETS.FOLDER.TEST_FRACTION", 0.0])
             folder = build_dataset(f"folder:{root / 'people'}", cfg)
             if "/" not in name:
                 is_kept.append(any(folder.identity(item.pid) == name for item in folder.train))

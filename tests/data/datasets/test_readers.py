@@ -8,7 +8,7 @@ import pytest
 from dataset_trees import TREES, build, message, msmt, write
 from documented import documented_file
 
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
 from fastamp.data.build import build_dataset
 from fastamp.data.datasets import DATASET_REGISTRY, FilenameDataset, ImageDataset
 from fastamp.data.training_images import training_items, training_parts
@@ -89,8 +89,7 @@ def test_files_created_by_operating_systems_are_ignored(new_root, subtests):
 def test_uppercase_suffixes_and_unicode_file_names_are_read(new_root, subtests):
     for name in FILENAME_DATASETS:
         with subtests.test(name):
-            root = new_root()
-            write(root, TREES[name][0])
+            write(new_root(), TREES[name][0])
             before = build_dataset(name)
             labels = labels_of(before.train), labels_of(before.query)
             for item in before.train + before.query:
@@ -105,8 +104,7 @@ def test_uppercase_suffixes_and_unicode_file_names_are_read(new_root, subtests):
 def test_example_file_name_of_every_dataset_matches_its_layout(new_root, subtests):
     for name in FILENAME_DATASETS:
         with subtests.test(name):
-            root = new_root()
-            write(root, TREES[name][0])
+            write(new_root(), TREES[name][0])
             component = DATASET_REGISTRY.get(name)
             example = component.example.split(" (")[0]
             image = Path(build_dataset(name).train[0].path)
@@ -133,8 +131,7 @@ def test_folder_with_similar_name_is_suggested(new_root, subtests):
     for similar in ("{}-v2".format, "my {}".format, lambda folder: "a" + folder.lower()):
         for name in NAMES:
             with subtests.test(f"{name} {similar(name)}"):
-                root = new_root()
-                write(root, TREES[name][0])
+                root = write(new_root(), TREES[name][0])
                 available = root / folder_of(name)
                 renamed = root / similar(available.name)
                 available.rename(renamed)
@@ -201,8 +198,7 @@ def test_missing_dataset_error_lists_content_of_similarly_named_folder(root):
 def test_dataset_folders_without_images_raise(new_root, subtests):
     for name in FILENAME_DATASETS:
         with subtests.test(name):
-            root = new_root()
-            write(root, TREES[name][0])
+            root = write(new_root(), TREES[name][0])
             for path in TREES[name][0]:
                 (root / path).rename((root / path).with_suffix(".txt"))
             text = message(first_images, name)
@@ -299,8 +295,7 @@ def test_msmt17_version_and_validation_select_lists(version, available, expected
     trees = {"V1": msmt("MSMT17_V1", "train", "test"), "V2": msmt("MSMT17_V2", "mask_train_v2", "mask_test_v2")}
     for release in available:
         write(root, trees[release])
-    cfg = get_cfg()
-    cfg.DATASETS.MSMT17.VERSION, cfg.DATASETS.MSMT17.VALIDATION = version, validation
+    cfg = read_config("", ["DATASETS.MSMT17.VERSION", version, "DATASETS.MSMT17.VALIDATION", validation])
     dataset = build_dataset("MSMT17", cfg)
     assert f"version {expected_version}, training on list_train.txt" in caplog.text
     assert ("list_val.txt" in caplog.text) is validation
