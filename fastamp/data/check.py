@@ -1,7 +1,5 @@
 """Check datasets for unreadable images, conflicting labels, duplicates across splits and queries without a match."""
 
-import csv
-import io
 import logging
 import os
 from collections import Counter, defaultdict
@@ -28,7 +26,7 @@ from fastamp.data.jpeg_warnings import decoding_pool, read_all
 from fastamp.data.near_duplicates import Fingerprint, NearestImages
 from fastamp.data.training_images import LEAK_FIX, leaked_identities
 from fastamp.utils.errors import DataError, writing
-from fastamp.utils.files import write_atomically
+from fastamp.utils.files import write_csv
 from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
 
@@ -207,10 +205,7 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
     header = ["path", "pid", "split", *["camid"] * has_cameras, *["x0", "y0", "x1", "y1"] * has_boxes, *extra_names]
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = io.StringIO(newline="")
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerows([header, *(values for _, values in sorted(lines, key=lambda line: line[0]))])
-        write_atomically(path, lambda file: file.write(text.getvalue().encode("utf-8", "surrogateescape")))
+        write_csv(path, [header, *(values for _, values in sorted(lines, key=lambda line: line[0]))])
     return len(lines), total - len(lines)
 
 

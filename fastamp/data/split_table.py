@@ -1,7 +1,5 @@
 """Add a column ``split`` to a table of photographs of animals, and check it for leaks."""
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +27,7 @@ from fastamp.data.wildlife_splits import (
     time_proportion_split,
 )
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean, writing
-from fastamp.utils.files import expand, write_atomically
+from fastamp.utils.files import expand, write_csv
 
 METHODS = ("closed", "open", "disjoint", "time", "year", "encounter")
 VALIDATION = "validation"
@@ -359,17 +357,15 @@ def _check_leaks(
 
 def _write(table: Table, roles: dict[int, tuple[str, bool]], out: Path, *, with_validation: bool) -> None:
     number = table.names.index("path")
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*table.names, "split", *[VALIDATION] * with_validation])
+    rows = [[*table.names, "split", *[VALIDATION] * with_validation]]
     for row in sorted(roles):
         role, validation = roles[row]
         values = [*table.lines[row], role, *[str(int(validation))] * with_validation]
         values[number] = _relative(values[number], table.file, out)
-        writer.writerow(values)
+        rows.append(values)
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, lambda file: file.write(text.getvalue().encode("utf-8", "surrogateescape")))
+        write_csv(out, rows)
 
 
 def _relative(path: str, file: Path, out: Path) -> str:

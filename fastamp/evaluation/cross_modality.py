@@ -84,31 +84,21 @@ def _build_sysu(identities: Identities, protocol: Protocol, *, cameras: tuple[in
     )
 
 
-def _build_llcm(identities: Identities, protocol: Protocol) -> TrialRanker:
-    """Build the ranker of LLCM: all queries, and one random gallery image per identity and camera."""
+def _build_llcm(identities: Identities, protocol: Protocol, *, draws_queries: bool = False) -> TrialRanker:
+    """Build the ranker of LLCM: all queries, and one random gallery image per identity and camera.
+
+    With ``draws_queries``, as in DEEN's "VIS to IR": one random query per identity and camera, and the whole gallery.
+    """
     queries = np.arange(len(identities.query_pids))
-    pids, camids = identities.gallery_pids.cpu().numpy(), identities.gallery_camids.cpu().numpy()
-    trials = [
-        [SubGallery(queries, draw_images(pids, camids, shots=1, generator=random.Random(protocol.seed + trial)))]
-        for trial in range(protocol.num_trials)
-    ]
-    return TrialRanker(
-        identities, trials=trials, junk=SAME_CAMERA, trapezoid=protocol.trapezoid, counts_identities=True
-    )
-
-
-def _build_llcm_sampled_queries(identities: Identities, protocol: Protocol) -> TrialRanker:
-    """Build the ranker of DEEN's "VIS to IR": one random query per identity and camera, and the whole gallery."""
-    pids, camids = identities.query_pids.cpu().numpy(), identities.query_camids.cpu().numpy()
     gallery = np.argsort(identities.gallery_pids.cpu().numpy(), kind="stable")
-    trials = [
-        [
-            SubGallery(
-                np.sort(draw_images(pids, camids, shots=1, generator=random.Random(protocol.seed + trial))), gallery
-            )
-        ]
-        for trial in range(protocol.num_trials)
-    ]
+    pids, camids = identities.gallery_pids, identities.gallery_camids
+    if draws_queries:
+        pids, camids = identities.query_pids, identities.query_camids
+    trials = []
+    for trial in range(protocol.num_trials):
+        generator = random.Random(protocol.seed + trial)
+        drawn = draw_images(pids.cpu().numpy(), camids.cpu().numpy(), shots=1, generator=generator)
+        trials.append([SubGallery(np.sort(drawn), gallery) if draws_queries else SubGallery(queries, drawn)])
     return TrialRanker(
         identities, trials=trials, junk=SAME_CAMERA, trapezoid=protocol.trapezoid, counts_identities=True
     )
@@ -145,7 +135,7 @@ PROTOCOL_REGISTRY.register("llcm_sampled_queries")(
         text="LLCM, DEEN's VIS to IR (random queries, whole gallery; images of the query's identity and camera are "
         "junk; CMC over identities; {0.num_trials} trials, seed {0.seed})",
         junk=SAME_CAMERA,
-        build=_build_llcm_sampled_queries,
+        build=partial(_build_llcm, draws_queries=True),
         random_queries=True,
     )
 )

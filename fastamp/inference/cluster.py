@@ -1,8 +1,6 @@
 """Clusters of the images of an extraction, as a CSV file and an HTML page."""
 
-import csv
 import dataclasses
-import io
 import os
 from pathlib import Path
 
@@ -20,8 +18,8 @@ from fastamp.evaluation.clustering import (
 )
 from fastamp.report.cluster_page import write_cluster_page
 from fastamp.retrieval.features_file import Extraction
-from fastamp.utils.errors import ConfigError, writing
-from fastamp.utils.files import write_atomically
+from fastamp.utils import files
+from fastamp.utils.errors import ConfigError
 
 _MOST_TRIED = 20_000
 
@@ -105,14 +103,11 @@ def write_csv(path: Path, extraction: Extraction, labels: np.ndarray) -> None:
     Raises:
         ConfigError: if the file cannot be written.
     """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     boxes = extraction.boxes
-    writer.writerow(["path", "cluster", *(("x0", "y0", "x1", "y1") if boxes is not None else ())])
+    rows = [["path", "cluster", *(("x0", "y0", "x1", "y1") if boxes is not None else ())]]
     for row, (file, label) in enumerate(zip(extraction.paths.tolist(), labels.tolist(), strict=True)):
-        writer.writerow([file, label, *(boxes[row].tolist() if boxes is not None else ())])
-    with writing(path):
-        write_atomically(path, lambda file: file.write(text.getvalue().encode("utf-8", "surrogateescape")))
+        rows.append([file, label, *(boxes[row].tolist() if boxes is not None else ())])
+    files.write_csv(path, rows)
 
 
 def write_page(

@@ -1,14 +1,13 @@
 """Table of all queries with their results, the worst first."""
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem
 from fastamp.evaluation.rank import MISS, RankingResult
 from fastamp.utils.errors import writing
-from fastamp.utils.files import write_atomically
+from fastamp.utils.files import write_csv
 
 
 def write_queries(
@@ -29,9 +28,7 @@ def write_queries(
         WriteError: if the file cannot be written.
     """
     valid, first = ranking.valid.numpy(), ranking.first_match.numpy()
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("path", "pid", "camid", "ap", "first_match"))
+    rows: list[tuple[Any, ...]] = [("path", "pid", "camid", "ap", "first_match")]
     for number in ranking.worst_first().tolist():
         item = queries[number]
         names = (source.identity(item.pid), source.camera(item.camid)) if source else (item.pid, item.camid)
@@ -40,7 +37,7 @@ def write_queries(
             # With random galleries, the mean over the trials.
             ranks = first[number][(first[number] >= 0) & (first[number] != MISS)]
             values = (f"{100 * ranking.ap[number]:.2f}", f"{1 + ranks.mean():g}" if len(ranks) else "")
-        writer.writerow((item.path, *names, *values))
+        rows.append((item.path, *names, *values))
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda file: file.write(text.getvalue().encode("utf-8", "surrogateescape")))
+        write_csv(path, rows)

@@ -1,7 +1,5 @@
 """Tracking of detections in a sequence of frames with the features of a model."""
 
-import csv
-import io
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -16,6 +14,7 @@ from fastamp.data.boxes import clip_box, warn_of_small_boxes
 from fastamp.tracking.frames import Frame, Frames, track_color
 from fastamp.tracking.mot_file import Boxes
 from fastamp.tracking.tracker import Tracker, TrackerOptions
+from fastamp.utils import files
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.fonts import load_font
@@ -181,14 +180,12 @@ def write_csv(path: Path, tracks: Boxes) -> None:
     Raises:
         WriteError: if the file cannot be written.
     """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["frame", "track", "left", "top", "width", "height", "confidence", "line"])
+    rows: list[list[Any]] = [["frame", "track", "left", "top", "width", "height", "confidence", "line"]]
     for row in range(len(tracks)):
         box = [f"{value:g}" for value in tracks.boxes[row]]
         confidence = f"{tracks.confidences[row]:g}"
-        writer.writerow([tracks.frames[row], tracks.ids[row], *box, confidence, tracks.lines[row]])
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+        rows.append([tracks.frames[row], tracks.ids[row], *box, confidence, tracks.lines[row]])
+    files.write_csv(path, rows)
 
 
 def write_sheet(path: Path, frames: Iterable[tuple[int, Frame]], tracks: Boxes) -> None:

@@ -1,14 +1,16 @@
 """File names, checks of untrusted paths, closed output streams, and atomic writing."""
 
 import contextlib
+import csv
 import errno
 import hashlib
+import io
 import os
 import select
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -127,6 +129,17 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None])
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def write_csv(path: str | os.PathLike[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Write rows of values atomically as a CSV file in UTF-8, in which names of files that are not UTF-8 are kept.
+
+    Raises:
+        WriteError: see ``write_atomically``.
+    """
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    write_atomically(path, lambda file: file.write(text.getvalue().encode("utf-8", "surrogateescape")))
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
