@@ -20,7 +20,7 @@ EXEMPT = {
         fastamp.checkpoint.pickle_limits add check_pickle
         fastamp.data.datasets.csv_table _check_line _parse_box
         fastamp.data.datasets.filename_dataset find_columns
-        fastamp.data.decode _decode_full_image _pil_errors _read_full_image read_image
+        fastamp.data.decode _decode_full_image _pil_errors _read_full_image box_inside
         fastamp.diagnostics.smoke_train _loss
         fastamp.inference.export.calibration_images load_calibration_images""",
     "the text comes from another function, object or process": """
@@ -33,7 +33,6 @@ EXEMPT = {
         fastamp.amp.step skip
         fastamp.checkpoint.checkpointer _newest_readable
         fastamp.checkpoint.load_state _log_mismatches
-        fastamp.config.config merge_from_file
         fastamp.engine.hooks.signals _receive
         fastamp.inference.calibration write_calibrated
         fastamp.inference.gallery build_candidates
