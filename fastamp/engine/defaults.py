@@ -186,7 +186,7 @@ class DefaultTrainer:
         if comm.is_main_process():
             self.checkpointer.remove_leftovers()
             write_atomically(output_dir / "config.yaml", lambda file: file.write(cfg.saved_text().encode()))
-            self.writers += self.build_writers()
+            self.open_writers()
         total = cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
         if start >= total:
             logger.info(
@@ -416,6 +416,10 @@ class DefaultTrainer:
     def build_writers(self) -> list[Any]:
         """Build the writers of ``metrics.json`` and of the loggers in ``LOGGERS``, from ``trainer.start_iter`` on."""
         return build_writers(self.cfg, self.trainer.start_iter)
+
+    def open_writers(self) -> None:
+        """Add the writers of ``build_writers`` to ``writers``. Called on rank 0 when the training starts."""
+        self.writers += self.build_writers()
 
     def build_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Build the optimizers by name: ``"optimizer"``, and those that modules of the model build themselves."""

@@ -156,6 +156,32 @@ class HooksTrainer(DefaultTrainer):
         ]
 
 
+class CopiedHooksTrainer(DefaultTrainer):
+    """Trainer with a copy of the end of FastReID's ``build_hooks``."""
+
+    def build_hooks(self):
+        ret = [hooks.IterationTimer(), hooks.LRScheduler(self.optimizer, self.scheduler)]
+        ret.append(hooks.EvalHook(self.cfg.TEST.EVAL_PERIOD, lambda: self.test(self.cfg, self.model)))
+        ret.append(hooks.PeriodicWriter(self.build_writers(), 2))
+        return ret
+
+
+class CopiedWritersTrainer(CopiedHooksTrainer):
+    def build_writers(self):
+        return [JSONWriter(f"{self.cfg.OUTPUT_DIR}/metrics.json")]
+
+
+@pytest.mark.parametrize("trainer_class", [CopiedHooksTrainer, CopiedWritersTrainer])
+def test_periodic_writer_of_own_hooks_writes_the_metrics_once(trainer_class, cfg, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.json").write_text('{"iteration": 0, "total_loss": 1.0}\n')  # of an earlier run
+    trainer = trainer_class(cfg)
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.json").read_text().splitlines()]
+    iterations = [row["iteration"] for row in rows if "total_loss" in row]
+    assert iterations == list(range(1, trainer.max_iter, 2)) and "lr" in rows[0] and "mAP" in rows[-1]
+
+
 def test_hooks_with_fastreids_arguments(cfg, tmp_path):
     trainer = HooksTrainer(cfg)
     trainer.train()

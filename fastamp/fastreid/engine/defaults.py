@@ -34,7 +34,7 @@ from fastamp.fastreid.engine.train_loop import (
 from fastamp.fastreid.evaluation.reid_evaluation import build_evaluator
 from fastamp.fastreid.overrides import overrides, warn_of_uncalled_methods
 from fastamp.fastreid.solver import build_lr_scheduler, build_optimizer
-from fastamp.fastreid.utils.events import EventStorage, RunStorage
+from fastamp.fastreid.utils.events import CommonMetricPrinter, EventStorage, RunStorage, RunWriter, is_active
 from fastamp.modeling import adapt_to_training_set, build_model
 from fastamp.utils import comm
 from fastamp.utils.arguments import default_argument_parser
@@ -133,6 +133,18 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
         """Train and return the metrics of the last evaluation; see ``fastamp.engine.DefaultTrainer.train``."""
         with self.storage:
             return super().train()
+
+    def build_writers(self) -> list[Any]:
+        """Build the writers of the run; before the training, those for ``PeriodicWriter``, which pass on to them."""
+        if is_active(vars(self).get("storage")):
+            return super().build_writers()
+        return [CommonMetricPrinter(self.max_iter), RunWriter(self.writers)]
+
+    def open_writers(self) -> None:
+        """Add the writers of the run, unless they are those of a ``PeriodicWriter`` that a subclass has registered."""
+        own = any(isinstance(hook, hooks.PeriodicWriter) for hook in self._hooks)
+        if not (own and overrides(type(self), "build_writers", DefaultTrainer)):
+            super().open_writers()
 
     def run_step(self) -> None:
         """Run one iteration. An override may call it, or ``self._trainer.run_step()``, or compute the step itself."""

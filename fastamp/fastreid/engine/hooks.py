@@ -108,7 +108,7 @@ class LRScheduler(HookBase):
     def before_step(self) -> None:
         groups = self.optimizer.param_groups
         largest = max(groups, key=lambda group: len(group["params"]))
-        self.trainer.metrics.latest(lr=largest["lr"])
+        self.trainer.storage.put_scalar("lr", largest["lr"], smoothing_hint=False)
         self._steps = self.trainer.steps_taken
 
     def after_step(self) -> None:
@@ -137,7 +137,7 @@ class LRScheduler(HookBase):
 
 
 class PeriodicWriter(HookBase):
-    """Call ``write()`` of writers periodically; see ``fastamp.fastreid.utils.events.EventWriter``.
+    """Call ``write()`` of writers periodically and at the end of each epoch.
 
     Args:
         writers: writers with ``write()`` and ``close()``.
@@ -148,9 +148,13 @@ class PeriodicWriter(HookBase):
         self.writers, self.period = list(writers), int(period)
 
     def after_step(self) -> None:
-        if (self.trainer.iter + 1) % self.period == 0 or self.trainer.iter + 1 == self.trainer.max_iter:
-            for writer in self.writers:
-                writer.write()
+        done = self.trainer.iter + 1
+        if done % self.period == 0 and done % self.trainer.iters_per_epoch:
+            self.after_epoch()
+
+    def after_epoch(self) -> None:
+        for writer in self.writers:
+            writer.write()
 
     def after_train(self) -> None:
         for writer in self.writers:

@@ -200,6 +200,11 @@ def get_event_storage() -> EventStorage:
     return _STORAGES[-1]
 
 
+def is_active(storage: EventStorage | None) -> bool:
+    """Return True within ``with storage``."""
+    return storage in _STORAGES
+
+
 class RunStorage(EventStorage):
     """Storage of a run: what is put into it appears in the console, ``metrics.json`` and TensorBoard.
 
@@ -328,8 +333,31 @@ class _StorageWriter:
         self._last = max(rows, default=self._last)
 
 
+class _Writers:
+    """Several writers.
+
+    Args:
+        writers: objects with ``write(iteration, metrics)``. The list may change.
+    """
+
+    def __init__(self, writers: list[Any]) -> None:
+        self.writers = writers
+
+    def write(self, iteration: int, metrics: dict[str, Any]) -> None:
+        """Write the metrics with all writers."""
+        for writer in self.writers:
+            writer.write(iteration, metrics)
+
+    def close(self) -> None:
+        """Do nothing: the trainer closes its writers."""
+
+
+class RunWriter(_StorageWriter, _Writers):
+    """Writer that passes the metrics on to the writers of a trainer, for ``hooks.PeriodicWriter``."""
+
+
 class JSONWriter(_StorageWriter, events.JSONWriter):
-    """Writer of ``metrics.json``; see ``fastamp.utils.events.JSONWriter``.
+    """Writer of ``metrics.json``; see ``fastamp.utils.events.JSONWriter``. The first ``write`` opens the file.
 
     Args:
         json_file: path of the file.
@@ -338,8 +366,18 @@ class JSONWriter(_StorageWriter, events.JSONWriter):
     """
 
     def __init__(self, json_file: str | Path, window_size: int = 20, *, start_iter: int = 0) -> None:
-        super().__init__(json_file, start_iter=start_iter)
-        self._window_size = window_size
+        self.path, self._start_iter, self._window_size = Path(json_file), start_iter, window_size
+
+    def write(self, iteration: int | None = None, metrics: dict[str, Any] | None = None) -> None:
+        """Write the metrics of an iteration; without arguments, those recorded since the last call, by iteration."""
+        if not hasattr(self, "_file"):  # a trainer may build the writer before it moves the files of an earlier run
+            events.JSONWriter.__init__(self, self.path, start_iter=self._start_iter)
+        super().write(iteration, metrics)
+
+    def close(self) -> None:
+        """Close the file."""
+        if hasattr(self, "_file"):
+            super().close()
 
 
 class TensorboardXWriter(_StorageWriter, events.TensorboardXWriter):

@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fastamp.utils.events import UnwrittenMetrics
 from fastamp.utils.trackers.base import FOLDER, TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)
@@ -99,7 +98,6 @@ class TrackerProcess:
         self.tracker, self.artifacts, self.timeout = tracker, artifacts, timeout
         self.status = "finished"
         self._log = state.with_suffix(".log")
-        self._unwritten = UnwrittenMetrics(20)
         self._unsent = self._unread = b""
         self._started = self._warned = False
         self._began = time.monotonic()
@@ -127,10 +125,8 @@ class TrackerProcess:
             }
         )
 
-    def write(self, iteration: int | None = None, metrics: dict[str, Any] | None = None) -> None:
-        """Pass on the finite numbers in ``metrics``. Without arguments, see ``UnwrittenMetrics``."""
-        if metrics is None:
-            return self._unwritten.write_to(self)
+    def write(self, iteration: int, metrics: dict[str, Any]) -> None:
+        """Pass on the finite numbers in ``metrics``."""
         if self._process is None:
             return
         numbers = {
