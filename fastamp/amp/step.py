@@ -87,14 +87,7 @@ class LossScaler:
                 amp.MIN_SCALE,
                 amp.MAX_SCALE,
             )
-        return cls(
-            init_scale=amp.INIT_SCALE,
-            growth_factor=amp.GROWTH_FACTOR,
-            backoff_factor=amp.BACKOFF_FACTOR,
-            growth_interval=amp.GROWTH_INTERVAL,
-            min_scale=amp.MIN_SCALE,
-            max_scale=amp.MAX_SCALE,
-        )
+        return cls(**{argument.name: amp[argument.name.upper()] for argument in dataclasses.fields(cls)})
 
     def update(self, ok: bool) -> None:
         """Update the scale after a step.

@@ -1,15 +1,12 @@
 """Triplet loss with batch mining."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.config import Key
 from fastamp.layers.distance import pairwise_distance, squared_euclidean_distance
-from fastamp.modeling.losses.build import LOSS_REGISTRY
+from fastamp.modeling.losses.build import LOSS_REGISTRY, ConfiguredLoss
 from fastamp.utils.errors import check_choice
 
 KEYS = (
@@ -130,48 +127,38 @@ def triplet_loss(
 
 
 @LOSS_REGISTRY.register()
-class TripletLoss(nn.Module):
+class TripletLoss(ConfiguredLoss):
     """Triplet loss of the ``features`` of a head; see ``triplet_loss``.
 
     Args:
-        margin, normalize, hard_mining, weighting: see ``triplet_loss``.
+        margin, hard_mining, weighting: see ``triplet_loss``.
+        norm_feat: ``normalize`` of ``triplet_loss``.
         scale: weight of this loss in the total loss.
     """
 
     loss_name = "loss_triplet"
+    section = "TRI"
     over_pairs = True
 
     def __init__(
         self,
         *,
         margin: float = 0.3,
-        normalize: bool = False,
+        norm_feat: bool = False,
         hard_mining: bool = True,
         weighting: str = "softmax",
         scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.margin, self.normalize, self.hard_mining = margin, normalize, hard_mining
+        self.margin, self.norm_feat, self.hard_mining = margin, norm_feat, hard_mining
         self.weighting, self.scale = weighting, scale
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "TripletLoss":
-        """Build the loss configured in ``MODEL.LOSSES.TRI``."""
-        tri = cfg.MODEL.LOSSES.TRI
-        return cls(
-            margin=tri.MARGIN,
-            normalize=tri.NORM_FEAT,
-            hard_mining=tri.HARD_MINING,
-            weighting=tri.WEIGHTING,
-            scale=tri.SCALE,
-        )
 
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
         return self.scale * triplet_loss(
             outputs["features"],
             targets,
             margin=self.margin,
-            normalize=self.normalize,
+            normalize=self.norm_feat,
             hard_mining=self.hard_mining,
             weighting=self.weighting,
         )
