@@ -305,5 +305,5 @@ def test_evaluation_groups_queries_by_a_column_of_the_csv_file(csv_set):
 def test_cameras_that_the_protocol_cannot_evaluate_are_an_error_before_training(csv_set):
     cfg = config(csv_set, "TEST.PROTOCOL", "sysu_all_single")
     test = build_reid_test_loader(cfg, csv_set)
-    with pytest.raises(DataError, match=r"cameras of SYSU-MM01(.|\n)*query cameras 0; gallery cameras 0, 1"):
+    with pytest.raises(DataError, match=r"SYSU-MM01(.|\n)* 0; .* 0, 1"):
         DefaultTrainer.build_test(cfg, csv_set, test)

@@ -160,7 +160,7 @@ def test_combine_all_adds_test_images_without_distractors(market):
 
 def test_duplicate_dataset_name_raises():
     other = type("Copied", (Numbered,), {"dataset_name": "others"})
-    with pytest.raises(DataError, match="OtherDataset and Copied"):
+    with pytest.raises(DataError, match="OtherDataset.*Copied"):
         training_items([OtherDataset(), other()])
 
 

@@ -304,7 +304,7 @@ def test_corrupt_image_is_replaced_by_next_image_of_same_identity(tmp_path, skip
     cfg = read_config("", ["INPUT.SIZE_TEST", (8, 4)])
     dataset = ReidDataset(items, build_transforms(cfg, is_train=False), relabel=True, skip_corrupt=True)
     assert [int(dataset.read(row)[0, 0, 0]) for row in (1, 4, 7, 10)] == [20, 200, 200, 200]
-    with pytest.raises(DataError, match=r"cannot read .*\.png.*identity.*DATALOADER\.ON_CORRUPT"):
+    with pytest.raises(DataError, match=r"\.png.*DATALOADER\.ON_CORRUPT"):
         dataset.read(skip)
     dataset.labels = None  # not needed for a readable image
     assert int(dataset.read(1)[0, 0, 0]) == 20

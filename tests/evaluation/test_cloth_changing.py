@@ -97,6 +97,6 @@ def test_missing_clothes_are_an_error_except_for_distractors():
     sides = (ids.query_pids, ids.gallery_pids, ids.query_camids, ids.gallery_camids)
     compute_metrics(queries, gallery, Identities(*sides, {"clothes": (worn, others)}), Protocol(rule="cloth_changing"))
     worn[4] = others[ids.gallery_pids.argmax()] = -1
-    with pytest.raises(DataError, match=r"cloth_changing.*\n?.*1 queries and 1 gallery images"):
+    with pytest.raises(DataError, match=r"cloth_changing.*\n?.*\b1 .*\b1 "):
         identities = Identities(*sides, {"clothes": (worn, others)})
         compute_metrics(queries, gallery, identities, Protocol(rule="cloth_changing"))

@@ -64,7 +64,7 @@ def test_similarity_map_supports_vit_and_swin(frozen):
 
 def test_similarity_map_raises_without_spatial_features():
     model = Model(nn.Sequential(nn.Conv2d(3, 8, 8), nn.AdaptiveAvgPool2d(1)))
-    with pytest.raises(ConfigError, match=r"(?s)Sequential returns \(8, 1, 1\).*fix: .*--kind"):
+    with pytest.raises(ConfigError, match=r"(?s)Sequential.*\(8, 1, 1\).*fix: .*--kind"):
         similarity_map(model.eval(), pair())
 
 

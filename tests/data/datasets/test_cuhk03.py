@@ -264,7 +264,7 @@ def test_missing_h5py_error_contains_install_command(dataset_dir, monkeypatch):
 def test_corrupt_mat_file_raises(file, damage, dataset_dir):
     content = (dataset_dir / file).read_bytes()
     (dataset_dir / file).write_bytes({"other": b"<html>", "cut": content[: len(content) // 2], "empty": b""}[damage])
-    with pytest.raises(DataError, match=f"cannot read .*{file}"):
+    with pytest.raises(DataError, match=file):
         build()
     assert not (dataset_dir / "images_detected").exists()
 
