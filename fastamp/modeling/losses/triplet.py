@@ -150,7 +150,7 @@ class TripletLoss(ConfiguredLoss):
         scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.margin, self.norm_feat, self.hard_mining = margin, norm_feat, hard_mining
+        self.margin, self.normalize, self.hard_mining = margin, norm_feat, hard_mining
         self.weighting, self.scale = weighting, scale
 
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ class TripletLoss(ConfiguredLoss):
             outputs["features"],
             targets,
             margin=self.margin,
-            normalize=self.norm_feat,
+            normalize=self.normalize,
             hard_mining=self.hard_mining,
             weighting=self.weighting,
         )
