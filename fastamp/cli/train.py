@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """Build the parser of FastReID's command line, with ``--plugin`` added."""
+    """Build the parser of training, with ``--plugin`` added."""
     parser = default_argument_parser()
     add_plugin_argument(parser)
     return parser

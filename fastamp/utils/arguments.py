@@ -1,4 +1,4 @@
-"""FastReID's command-line arguments. Parsing does not import PyTorch."""
+"""Command-line arguments of training. Parsing does not import PyTorch."""
 
 import argparse
 from typing import NoReturn
@@ -15,14 +15,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def default_argument_parser() -> argparse.ArgumentParser:
-    """Build a parser with FastReID's command-line arguments."""
+    """Build a parser with the command-line arguments of training."""
     parser = _Parser(description="Train or evaluate a re-identification model.")
     add_training_arguments(parser)
     return parser
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add FastReID's command-line arguments to ``parser``."""
+    """Add the command-line arguments of training to ``parser``."""
     add_run_arguments(parser)
     add_process_arguments(parser)
 
