@@ -29,6 +29,15 @@ def gather(data: Any, dst: int = 0, group: Any = None) -> list[Any]:
     return gathered or []
 
 
+def all_gather(data: Any, group: Any = None) -> list[Any]:
+    """Gather picklable objects of all ranks on each rank."""
+    if not comm.is_distributed():
+        return [data]
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, data, group=group)
+    return gathered
+
+
 def shared_random_seed() -> int:
     """Draw a random seed on rank 0, and return it on all ranks."""
     return int(comm.broadcast_scalar(int(torch.randint(2**31, ()).item())))
