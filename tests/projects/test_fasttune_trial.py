@@ -33,7 +33,7 @@ def test_trial_reports_each_evaluation_once(demo, tmp_path):
     reports = Reports()
     cfg = config(tmp_path / "one")
     names = register_split(cfg, 0.25, 0)
-    cfg.DATASETS.NAMES, cfg.DATASETS.TESTS = (names[0],), (names[1],)
+    cfg = cfg.with_values({"DATASETS.NAMES": (names[0],), "DATASETS.TESTS": (names[1],)})
     assert run_trial(cfg, reports) == ""
     assert [metrics["epoch"] for metrics, _ in reports] == [2, 4]
     for metrics, _ in reports:
