@@ -10,7 +10,7 @@ from fastamp.data.datasets.file_utils import read_lines
 from fastamp.data.decode import read_image
 from fastamp.data.split_table import Table
 from fastamp.inference.evaluate_features import read_arrays
-from fastamp.retrieval.features_file import read_extraction
+from fastamp.retrieval.features_file import read_features
 from fastamp.utils.errors import DataError, UserError
 
 
@@ -21,7 +21,7 @@ from fastamp.utils.errors import DataError, UserError
         ("table.csv", CsvDataset),
         ("split.csv", lambda path: Table(Path(path))),
         ("list.txt", lambda path: read_lines("Some", Path(path))),
-        ("features.npz", read_extraction),
+        ("features.npz", read_features),
         ("arrays.npz", lambda path: read_arrays(path, cameras=False)),
         ("weights.pth", read_checkpoint),
         ("weights.safetensors", read_checkpoint),

@@ -35,7 +35,7 @@ EXEMPT = {
         fastamp.checkpoint.load_state _log_mismatches
         fastamp.engine.hooks.signals _receive
         fastamp.inference.calibration write_calibrated
-        fastamp.inference.gallery build_candidates
+        fastamp.retrieval.mutable_gallery build_candidates
         fastamp.inference.hub upload
         fastamp.modeling.infer_config _candidates
         fastamp.solver.state_layout _warn_not_validated""",

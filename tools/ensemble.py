@@ -22,7 +22,9 @@ from fastamp.config import CfgNode, read_config
 from fastamp.engine import run_command_line
 from fastamp.evaluation import print_results
 from fastamp.inference.evaluate_features import check, compute
-from fastamp.retrieval.features_file import Extraction, read_extraction, write_arrays
+from fastamp.retrieval.features import Features
+from fastamp.retrieval.features_file import read_features
+from fastamp.retrieval.npz import write_arrays
 from fastamp.utils.errors import ConfigError, DataError, NoMatchError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.logger import setup_logger
@@ -30,26 +32,26 @@ from fastamp.utils.logger import setup_logger
 _BLOCK = 4096
 
 
-def rows_of(first: Extraction, other: Extraction) -> np.ndarray:
+def rows_of(first: Features, other: Features) -> np.ndarray:
     """Return the row in ``other`` of each image of ``first``, (N,) int64.
 
     Raises:
         DataError: if the files are not of the same images, or differ in identities or cameras.
     """
-    rows = np.arange(len(first.paths))
-    if not np.array_equal(first.paths, other.paths):
-        order = np.argsort(other.paths, kind="stable")
-        places = np.searchsorted(other.paths, first.paths, sorter=order).clip(max=len(order) - 1)
+    rows, paths, other_paths = np.arange(len(first)), first.images.paths, other.images.paths
+    if not np.array_equal(paths, other_paths):
+        order = np.argsort(other_paths, kind="stable")
+        places = np.searchsorted(other_paths, paths, sorter=order).clip(max=len(order) - 1)
         rows = order[places]
-        missing = np.flatnonzero(other.paths[rows] != first.paths)
-        if len(missing) or len(first.paths) != len(other.paths) or len({*rows.tolist()}) != len(rows):
-            example = f", e.g. {first.paths[missing[0]]}" if len(missing) else ""
+        missing = np.flatnonzero(other_paths[rows] != paths)
+        if len(missing) or len(first) != len(other) or len({*rows.tolist()}) != len(rows):
+            example = f", e.g. {paths[missing[0]]}" if len(missing) else ""
             raise DataError(
-                f"{other.path} is not of the images of {first.path}: {len(other.paths)} and {len(first.paths)} images, "
+                f"{other.path} is not of the images of {first.path}: {len(other)} and {len(first)} images, "
                 f"{len(missing)} of them missing{example}.\n  fix: extract the features of the same dataset"
             )
     for name in ("pids", "camids", "split"):
-        ours, theirs = getattr(first, name), getattr(other, name)
+        ours, theirs = getattr(first.images, name), getattr(other.images, name)
         if (ours is None) != (theirs is None) or (ours is not None and not np.array_equal(ours, theirs[rows])):
             raise DataError(
                 f"{name} in {other.path} differ from those in {first.path}.\n"
@@ -59,20 +61,20 @@ def rows_of(first: Extraction, other: Extraction) -> np.ndarray:
 
 
 def scaled_blocks(
-    members: Sequence[Extraction], rows: Sequence[np.ndarray], weights: Sequence[float], *, normalize: bool
+    members: Sequence[Features], rows: Sequence[np.ndarray], weights: Sequence[float], *, normalize: bool
 ) -> Iterator[np.ndarray]:
     """Yield blocks of the features of all members side by side, each scaled by the root of its weight."""
-    for start in range(0, len(members[0].paths), _BLOCK):
+    for start in range(0, len(members[0]), _BLOCK):
         parts = []
         for member, order, weight in zip(members, rows, weights, strict=True):
-            part = np.asarray(member.features[order[start : start + _BLOCK]], dtype=np.float32)
+            part = np.asarray(member.matrix[order[start : start + _BLOCK]], dtype=np.float32)
             if normalize:
                 part = part / np.maximum(np.linalg.norm(part, axis=1, keepdims=True), 1e-12)
             parts.append(part * np.float32(weight**0.5))
         yield np.concatenate(parts, axis=1)
 
 
-def write_ensemble(members: Sequence[Extraction], weights: Sequence[float], out: Path, *, metric: str) -> None:
+def write_ensemble(members: Sequence[Features], weights: Sequence[float], out: Path, *, metric: str) -> None:
     """Write the features of an ensemble, with the identities, cameras and splits of the first member, as an extraction.
 
     Args:
@@ -86,12 +88,13 @@ def write_ensemble(members: Sequence[Extraction], weights: Sequence[float], out:
     """
     first = members[0]
     rows = [rows_of(first, member) for member in members]
-    arrays = {"paths": first.paths, "pids": first.pids, "camids": first.camids, "metric": np.array(metric)}
+    images = first.images
+    arrays = {"paths": images.paths, "pids": images.pids, "camids": images.camids, "metric": np.array(metric)}
     for name in ("config_hash", "checkpoint"):
-        arrays[name] = np.array(" + ".join(getattr(member, name) for member in members))
-    if first.split is not None:
-        arrays["split"] = first.split
-    shape = len(first.paths), sum(member.features.shape[1] for member in members)
+        arrays[name] = np.array(" + ".join(getattr(member.model, name) for member in members))
+    if images.split is not None:
+        arrays["split"] = images.split
+    shape = len(first), sum(member.model.width for member in members)
     blocks = scaled_blocks(members, rows, weights, normalize=metric == "cosine")
     write_atomically(out, lambda file: write_arrays(file, arrays, blocks, shape))
 
@@ -120,8 +123,8 @@ def main(args: argparse.Namespace) -> None:
     if args.output.suffix != ".npz" or not args.output.parent.is_dir():
         raise ConfigError(f"-o {args.output}: expected a file .npz in an existing folder.\n  fix: choose another file")
     setup_logger()
-    members = [read_extraction(path) for path in args.features]
-    cfg: CfgNode = read_config("", ["MODEL.DEVICE", "auto", "TEST.METRIC", members[0].metric, *args.opts])
+    members = [read_features(path) for path in args.features]
+    cfg: CfgNode = read_config("", ["MODEL.DEVICE", "auto", "TEST.METRIC", members[0].model.metric, *args.opts])
     check(cfg, args.opts)
     write_ensemble(members, weights, args.output, metric=cfg.TEST.METRIC)
     results, description = {}, ""

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastamp import Predictor
-from fastamp.inference.gallery import create_or_open
-from fastamp.inference.gallery_source import gallery_model
 from fastamp.retrieval.gallery_store import Item
+from fastamp.retrieval.mutable_gallery import create_or_open
+from fastamp.retrieval.search import search
 from fastamp.serving.errors import user_request_error
 from fastamp.utils.errors import DataError, UserError
 
@@ -54,7 +54,7 @@ class Gallery:
     """The gallery, in one process."""
 
     def __init__(self, checkpoint: str, gallery: str) -> None:
-        self._gallery = create_or_open(gallery, gallery_model(Predictor(checkpoint, device="cpu")))
+        self._gallery = create_or_open(gallery, Predictor(checkpoint, device="cpu").model_id)
 
     def add(self, ids: list[str], features: np.ndarray) -> tuple[dict[str, Any], int]:
         """Add items; return their number when they are on the disk, or an error, and the HTTP status."""
@@ -67,10 +67,10 @@ class Gallery:
     def search(self, features: np.ndarray, k: int) -> tuple[dict[str, Any], int]:
         """Return the k nearest items of each feature (Q, D), or an error, and the HTTP status."""
         try:
-            result = self._gallery.search(features, k)
+            result = search(features, self._gallery, k)
         except UserError as error:
             return _error_answer(error)
-        rows = zip(result.columns["id"].tolist(), result.scores.tolist(), strict=True)
+        rows = zip(result.images.further["id"].tolist(), result.scores.tolist(), strict=True)
         return {"found": [[{"id": e, "score": score} for e, score in zip(*row, strict=True)] for row in rows]}, 200
 
 

@@ -49,13 +49,28 @@ PACKAGES = {
             "inference",
             *(
                 f"inference.{name}"
-                for name in ("extract", "index", "gallery", "similarity", "export", "runtime", "hub")
+                for name in ("extract", "image_folder", "gallery_source", "similarity", "export", "runtime", "hub")
             ),
         ],
     ),
     "retrieval": (
         "features with their columns, and galleries",
-        ["retrieval", "retrieval.features_file", "retrieval.gallery_store"],
+        [
+            "retrieval",
+            *(
+                f"retrieval.{name}"
+                for name in (
+                    "search",
+                    "features",
+                    "features_file",
+                    "gallery",
+                    "open_gallery",
+                    "mutable_gallery",
+                    "indices",
+                )
+            ),
+            "retrieval.gallery_store",
+        ],
     ),
     "integrations": ("adapters for the trackers of BoxMOT and Ultralytics", ["integrations"]),
     "tracking": ("tracking of detections, and its metrics", ["tracking", "tracking.track", "tracking.frames"]),

@@ -24,7 +24,7 @@ from fastamp.utils.errors import ConfigError
 from fastamp.utils.plural import plural
 
 if TYPE_CHECKING:
-    from fastamp.retrieval.features_file import Extraction
+    from fastamp.retrieval.features import Features
 
 EPS, MIN_SAMPLES, K1, K2 = 0.6, 4, 30, 6
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.amp import resolve_device
     from fastamp.evaluation.clustering import Clustering, describe_few_clusters
     from fastamp.inference.cluster import check_outputs, cluster, describe_dominant_cluster, write_csv, write_page
-    from fastamp.retrieval.features_file import read_extraction
+    from fastamp.retrieval.features_file import read_features
     from fastamp.utils.logger import setup_logger
 
     setup_logger()
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output) if args.output else folder / f"{source.stem.replace(':', '_')}_clusters.csv"
     check_outputs(source, output=output, page=args.page)
     device = resolve_device(args.device, "--device")
-    extraction = _extract(args, output.with_suffix(".npz")) if args.model else read_extraction(source)
+    extraction = _extract(args, output.with_suffix(".npz")) if args.model else read_features(source)
     labels, quality, names = cluster(extraction, options, device=device)
     print(quality)
     write_csv(output, extraction, labels)
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _extract(args: argparse.Namespace, output: Path) -> "Extraction":
+def _extract(args: argparse.Namespace, output: Path) -> "Features":
     """Extract the features of the images to ``output``; a repeated call continues an interrupted extraction."""
     from fastamp.inference.extract import check_output, extract
 

@@ -58,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
         skip_corrupt=args.skip_corrupt,
         num_workers=args.workers,
     )
-    count, width = extraction.features.shape
+    count, model = len(extraction), extraction.model
     if skipped:
         print(f"skipped {plural(len(skipped), 'unreadable image')}:", *skipped, sep="\n  ")
-    print(f"wrote {extraction.path}: {plural(count, 'feature')} of dimension {width}, model {extraction.config_hash}")
+    features = f"{plural(count, 'feature')} of dimension {model.width}"
+    print(f"wrote {extraction.path}: {features}, model {model.config_hash}")
     return 0

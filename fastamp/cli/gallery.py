@@ -25,7 +25,7 @@ from fastamp.utils.plural import plural
 from fastamp.utils.table import format_table
 
 if TYPE_CHECKING:
-    from fastamp.inference.gallery import MutableGallery
+    from fastamp.retrieval.mutable_gallery import MutableGallery
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Change or print the gallery."""
-    from fastamp.inference.gallery import MutableGallery
     from fastamp.inference.gallery_source import id_of_path
+    from fastamp.retrieval.mutable_gallery import MutableGallery
 
     if args.action == "add":
         return _add(args)
@@ -112,7 +112,7 @@ def _list(gallery: "MutableGallery", as_json: bool) -> None:
             print(json.dumps(row))
         return
     search = "exact search" if gallery.recall is None else f"approximate search, recall {gallery.recall:.3f}"
-    print(f"{gallery.path}: {plural(len(gallery), 'item')}, {search}; model {gallery.checkpoint}")
+    print(f"{gallery.path}: {plural(len(gallery), 'item')}, {search}; model {gallery.model.checkpoint}")
     if rows:
         names = [name for name in rows[0] if any(row[name] for row in rows)]
         print(format_table([[row[name] for name in names] for row in rows], names))

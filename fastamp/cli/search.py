@@ -1,10 +1,10 @@
 """Search a gallery for the images that are most similar to query images.
 
-The gallery is a folder of images, an extraction (.npz), for which an index is built first, an index file, or a mutable
-gallery (`fastamp gallery`), which --camera, --identity, --after and --before can limit. The features of a folder of
-images are extracted to a file next to it, which later searches use. With a calibrated model (`fastamp
-calibrate`), the identity of a query is unknown if its best match is below the threshold, and each result has the
-probability of the same identity at a prior of 0.5.
+The gallery is a folder of images, an extraction (.npz), an index file, or a mutable gallery (`fastamp gallery`);
+--camera and --identity limit it, and --after and --before limit a mutable gallery. The features of more than 200 images
+in a folder are extracted to a file next to it, which later searches use; more than 50,000 features get an index. With a
+calibrated model (`fastamp calibrate`), the identity of a query is unknown if its best match is below the threshold, and
+each result has the probability of the same identity at a prior of 0.5.
 
 With a model of FastAttr, --attributes searches only the images with these attributes; without a query image, all images
 are ranked by the product of the probabilities. A term such as "red upper" has words of the name of an attribute.
@@ -32,7 +32,7 @@ from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 from fastamp.utils.table import format_table
 
 if TYPE_CHECKING:
-    from fastamp.inference.index import SearchResult
+    from fastamp.retrieval.search import SearchResult
 
 # Keys of the rows of results; a column of the gallery with such a name has another key.
 _OWN_KEYS = ("rank", "score", "probability", "path", "pid", "camid")
@@ -78,9 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='attributes of the images, separated by commas, e.g. "red upper, hat" (models of FastAttr)',
     )
     for name in ("camera", "identity"):
-        parser.add_argument(
-            f"--{name}", nargs="+", metavar="NAME", help=f"search only these {_PLURALS[name]} (mutable)"
-        )
+        parser.add_argument(f"--{name}", nargs="+", metavar="NAME", help=f"search only these {_PLURALS[name]}")
     parser.add_argument("--after", metavar="TIME", help="search only images from this time, ISO 8601, UTC (mutable)")
     parser.add_argument("--before", metavar="TIME", help="search only images before this time (mutable)")
     parser.add_argument("--exact", action="store_true", help="exact search instead of the index")
@@ -92,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.config import get_cfg
     from fastamp.data.datasets.custom import image_files
     from fastamp.data.decode import read_image
-    from fastamp.inference.index import check_gallery, has_features, open_gallery
-    from fastamp.retrieval.features_file import check_same_model, has_missing_integers, is_unknown
+    from fastamp.inference.image_folder import open_source
+    from fastamp.retrieval.features import has_missing_integers, is_unknown
+    from fastamp.retrieval.open_gallery import check_gallery, has_features, open_gallery
 
     known = get_cfg()  # an image that is not found may be spelled as a key: IMG_1.JPG
     names = list(
@@ -121,25 +120,21 @@ def run(args: argparse.Namespace) -> int:
         for query in queries:  # an unreadable one is an error before the features of the gallery are extracted
             read_image(query, max_pixels=model.transforms.max_pixels)
     if gallery is None:
-        gallery = open_gallery(path, of=model, **options)
+        gallery = open_source(path, model, **options)
         group_by = _group_key(args.group_by, gallery.columns) if args.group_by else None
-    check_same_model(gallery, model.config_hash, model.checkpoint)
-    if queries:
-        result = model.search(
-            queries,
-            gallery,
-            args.top,
-            effort=args.effort,
-            exact=args.exact,
-            attributes=args.attributes or "",
-            conditions=conditions,
-            camids=args.camids,
-            viewids=args.viewids,
-            modality=args.modality,
-        )
-    else:
-        model.require_attributes()
-        queries, result = [args.attributes], gallery.search_attributes(args.attributes, args.top)
+    result = model.search(
+        queries or None,
+        gallery,
+        args.top,
+        effort=args.effort,
+        exact=args.exact,
+        attributes=args.attributes or "",
+        conditions=conditions,
+        camids=args.camids,
+        viewids=args.viewids,
+        modality=args.modality,
+    )
+    queries = queries or [args.attributes]
     shown = _probability_columns(args.attributes, model.attribute_names) | {group_by}
     has_missing = {name for name, column in gallery.columns.items() if has_missing_integers(column)}
     groups = [_grouped(_rows(result, number, shown, has_missing), group_by) for number in range(len(queries))]
@@ -148,12 +143,12 @@ def run(args: argparse.Namespace) -> int:
         parts = zip(queries, decisions, groups, strict=True)
         print(json.dumps([{"query": query, **decision, "found": rows} for query, decision, rows in parts]))
         return 0
-    labels = {"identities": result.pids, "cameras": result.camids if result.cameras is None else result.cameras}
+    labels = {"identities": result.images.pids, "cameras": result.images.camera_names}
     unknown = [name for name, values in labels.items() if is_unknown(values)]
     note = f"; {' and '.join(unknown)} unknown" if unknown else ""
     for number, (query, rows) in enumerate(zip(queries, groups, strict=True)):
         print(f"{query} ({result.metric} {_score_name(result.metric)}{note})")
-        if result.known is not None:
+        if result.decision is not None:
             print(_describe_decision(result, number))
         if not rows:
             print("no images in the gallery, or none that meets the conditions")
@@ -165,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _conditions(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the conditions on the items of a mutable gallery, see ``MutableGallery.rows_where``."""
+    """Return the conditions on the gallery images, see ``Gallery.rows_where``."""
     from fastamp.retrieval.gallery_store import parse_time
 
     conditions: dict[str, Any] = {_PLURALS[name]: values for name in _PLURALS if (values := getattr(args, name))}
@@ -186,10 +181,11 @@ def _probability_columns(attributes: str | None, names: Sequence[str]) -> set[st
 
 def _decision(result: "SearchResult", query: int) -> dict[str, Any]:
     """Return the decision on one query as plain values; empty without a calibration of the model."""
-    if result.known is None:
+    decided = result.decision
+    if decided is None:
         return {}
-    decision = "match" if result.known[query] else "unknown"
-    return {"decision": decision, "threshold": result.threshold, "fpir": result.fpir}
+    known = "match" if decided.known[query] else "unknown"
+    return {"decision": known, "threshold": decided.threshold, "fpir": decided.fpir}
 
 
 def _describe_decision(result: "SearchResult", query: int) -> str:
@@ -258,20 +254,20 @@ def _rows(
     """
     from fastamp.retrieval.attribute_search import PROBABILITY_PREFIX
 
-    columns = {"score": result.scores}
-    if result.probabilities is not None:
-        columns["probability"] = result.probabilities
-    columns |= {"path": result.paths, "pid": result.pids, "camid": result.camids}
-    if result.cameras is not None:
-        columns["camera"] = result.cameras
-    if result.boxes is not None:
-        columns["box"] = result.boxes
+    columns, images = {"score": result.scores}, result.images
+    if result.decision is not None:
+        columns["probability"] = result.decision.probabilities
+    columns |= {"path": images.paths, "pid": images.pids, "camid": images.camids}
+    if images.cameras is not None:
+        columns["camera"] = images.cameras
+    if images.boxes is not None:
+        columns["box"] = images.boxes
     column_keys = {
         name: f"column.{name}" if name in columns else _column_key(name)
-        for name in result.columns
+        for name in images.further
         if name in shown or not name.startswith(PROBABILITY_PREFIX)
     }
-    columns |= {key: result.columns[name] for name, key in column_keys.items()}
+    columns |= {key: images.further[name] for name, key in column_keys.items()}
     values = {name: column[query].tolist() for name, column in columns.items()}
     for name in ("pid", "camid", *(column_keys[name] for name in has_missing if name in column_keys)):
         values[name] = [None if value == -1 else value for value in values[name]]

@@ -50,15 +50,14 @@ def run(args: argparse.Namespace) -> int:
             f"fastamp serve needs {', '.join(missing)}, which {verb} not installed.\n"
             '  fix: pip install "fastamp[serve]"'
         )
-    from fastamp.inference.gallery import create_or_open
-    from fastamp.inference.gallery_source import gallery_model
+    from fastamp.retrieval.mutable_gallery import create_or_open
     from fastamp.serving.run import serve
     from fastamp.serving.service import Service
 
     limits = Limits(**{field.name: getattr(args, field.name) for field in fields(Limits)})
     api_key = read_api_key(args.api_key_file, args.host, no_key=args.no_api_key)
     model = model_of(args, args.key_values)
-    gallery = create_or_open(args.gallery, gallery_model(model)) if args.gallery else None
+    gallery = create_or_open(args.gallery, model.model_id) if args.gallery else None
     service = Service(model, gallery, limits, pictures=not args.no_pictures)
     local = args.host in LOCAL_HOSTS
     serve(service, host=args.host, port=args.port, api_key=api_key, local=local, open_metrics=args.open_metrics)

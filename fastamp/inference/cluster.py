@@ -17,7 +17,7 @@ from fastamp.evaluation.clustering import (
     dominant_cluster,
 )
 from fastamp.report.cluster_page import write_cluster_page
-from fastamp.retrieval.features_file import Extraction
+from fastamp.retrieval.features import Features
 from fastamp.utils import files
 from fastamp.utils.errors import ConfigError
 
@@ -45,14 +45,14 @@ def check_outputs(source: str | os.PathLike[str], **files: str | os.PathLike[str
             )
 
 
-def known_identities(extraction: Extraction) -> np.ndarray:
+def known_identities(extraction: Features) -> np.ndarray:
     """Return the identities of an extraction as text (N,); "" for unknown ones."""
-    pids = extraction.pids
+    pids = extraction.images.pids
     return np.where(pids == -1, "", pids.astype(str)) if pids.dtype.kind in "iu" else pids
 
 
 def cluster(
-    extraction: Extraction, options: Clustering, *, device: torch.device
+    extraction: Features, options: Clustering, *, device: torch.device
 ) -> tuple[np.ndarray, ClusterQuality, np.ndarray]:
     """Cluster the images of an extraction.
 
@@ -60,7 +60,7 @@ def cluster(
         labels (N,) int64; the sizes of the clusters, and their agreement with the known identities; and the known
         identities (N,) str, "" where unknown.
     """
-    features = torch.from_numpy(np.array(extraction.features)).to(device)
+    features = torch.from_numpy(np.array(extraction.matrix)).to(device)
     labels, names = cluster_features(features, options), known_identities(extraction)
     sizes, known = cluster_quality(labels), names != ""
     quality = cluster_quality(labels[known], names[known]) if known.any() else sizes
@@ -69,7 +69,7 @@ def cluster(
 
 
 def describe_dominant_cluster(
-    extraction: Extraction, labels: np.ndarray, options: Clustering, *, device: torch.device
+    extraction: Features, labels: np.ndarray, options: Clustering, *, device: torch.device
 ) -> str:
     """Describe a cluster that probably merges identities, and settings that do not; "" if there is none.
 
@@ -85,7 +85,7 @@ def describe_dominant_cluster(
     )
     better = None
     if len(labels) <= _MOST_TRIED:
-        better = better_settings(torch.from_numpy(np.array(extraction.features)).to(device), options)
+        better = better_settings(torch.from_numpy(np.array(extraction.matrix)).to(device), options)
     if better is None:
         return f"{text}reduce --eps and --k1, or use a model that was trained on similar data"
     settings, others = better
@@ -97,27 +97,27 @@ def describe_dominant_cluster(
     )
 
 
-def write_csv(path: Path, extraction: Extraction, labels: np.ndarray) -> None:
+def write_csv(path: Path, extraction: Features, labels: np.ndarray) -> None:
     """Write ``path,cluster`` of each image, and its box ``x0,y0,x1,y1`` if the extraction has boxes.
 
     Raises:
         ConfigError: if the file cannot be written.
     """
-    boxes = extraction.boxes
+    boxes = extraction.images.boxes
     rows = [["path", "cluster", *(("x0", "y0", "x1", "y1") if boxes is not None else ())]]
-    for row, (file, label) in enumerate(zip(extraction.paths.tolist(), labels.tolist(), strict=True)):
+    for row, (file, label) in enumerate(zip(extraction.images.paths.tolist(), labels.tolist(), strict=True)):
         rows.append([file, label, *(boxes[row].tolist() if boxes is not None else ())])
     files.write_csv(path, rows)
 
 
 def write_page(
-    path: Path, extraction: Extraction, labels: np.ndarray, quality: ClusterQuality, names: np.ndarray
+    path: Path, extraction: Features, labels: np.ndarray, quality: ClusterQuality, names: np.ndarray
 ) -> None:
     """Write the HTML page of the clusters; see ``write_cluster_page``."""
-    boxes = extraction.boxes
+    boxes = extraction.images.boxes
     items = [
         ImageItem(file, names[row], 0, box=tuple(boxes[row].tolist()) if boxes is not None else None)
-        for row, file in enumerate(extraction.paths.tolist())
+        for row, file in enumerate(extraction.images.paths.tolist())
     ]
     write_cluster_page(
         path,

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,23 +27,20 @@ from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.loader import TestLoader, worker_count
 from fastamp.data.samplers import InferenceSampler
 from fastamp.data.transforms import build_transforms
-from fastamp.inference.predictor import Predictor
 from fastamp.retrieval.attribute_search import PROBABILITY_PREFIX
-from fastamp.retrieval.features_file import (
-    COLUMN_PREFIX,
-    Extraction,
-    open_arrays,
-    read_array,
-    read_extraction,
-    write_arrays,
-)
+from fastamp.retrieval.features import Features
+from fastamp.retrieval.features_file import COLUMN_PREFIX, read_features
 from fastamp.retrieval.features_table import SUFFIXES, check_table_format, write_table
+from fastamp.retrieval.npz import open_arrays, read_array, write_arrays
 from fastamp.utils.choices import EXTRACTED_SPLITS
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean, writing
 from fastamp.utils.files import real_path, write_atomically
 from fastamp.utils.lock import LOCK_FILE, lock_folder, unlock_folder
 from fastamp.utils.plural import plural
 from fastamp.utils.progress import ProgressBar, format_duration
+
+if TYPE_CHECKING:
+    from fastamp.inference.predictor import Predictor
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +59,7 @@ _Batch = tuple[Tensor, Tensor, Tensor, dict[int, str]]
 
 @dataclass(frozen=True)
 class Listing:
-    """N images with their identities and splits; see ``Extraction`` for the columns."""
+    """N images with their identities and splits; see ``ImageColumns`` for the columns."""
 
     items: PackedItems
     pids: np.ndarray
@@ -186,14 +183,14 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
 
 
 def extract(
-    predictor: Predictor,
+    predictor: "Predictor",
     source: str | PathLike[str],
     out: str | PathLike[str],
     *,
     splits: Sequence[str] = EXTRACTED_SPLITS,
     skip_corrupt: bool = False,
     num_workers: int | None = None,
-) -> tuple[Extraction, list[str]]:
+) -> tuple[Features, list[str]]:
     """Extract the features of all images of ``source`` to ``out``.
 
     Completed parts are stored in the folder ``OUT.parts``. After an interruption, another call with the same model and
@@ -203,7 +200,7 @@ def extract(
     Args:
         predictor: trained model.
         source: see ``list_images``.
-        out: output file; its name must end in ``.npz`` (see ``Extraction``), or ``.csv`` or ``.parquet`` (see
+        out: output file; its name must end in ``.npz`` (see ``read_features``), or ``.csv`` or ``.parquet`` (see
             ``write_table``).
         splits: see ``list_images``.
         skip_corrupt: if True, skip images that cannot be read instead of raising an error. Default: False.
@@ -249,12 +246,12 @@ def extract(
         with writing(out):
             if out.suffix == ".npz":
                 write_atomically(out, lambda file: write_arrays(file, columns, blocks, shape))
-                extraction = read_extraction(out)
+                extraction = read_features(out)
             else:
                 archive = parts.folder / _TABLE_SOURCE
                 with archive.open("wb") as file:
                     write_arrays(file, columns, blocks, shape)
-                extraction = replace(read_extraction(archive), path=out)
+                extraction = replace(read_features(archive), path=out)
                 write_table(out, extraction)
                 archive.unlink()  # the features remain mapped
     except BaseException:
@@ -265,7 +262,7 @@ def extract(
 
 
 def _compute(
-    predictor: Predictor,
+    predictor: "Predictor",
     listing: Listing,
     parts: "_Parts",
     skip_corrupt: bool,
@@ -501,7 +498,7 @@ def _is_marker(content: Any) -> bool:
     return isinstance(content, dict) and {"model", "images"} <= content.keys()
 
 
-def _marker_of(predictor: Predictor, listing: Listing, skip_corrupt: bool) -> dict[str, Any]:
+def _marker_of(predictor: "Predictor", listing: Listing, skip_corrupt: bool) -> dict[str, Any]:
     """Build the marker: settings that can change the features, if only by rounding, and a hash of the image list."""
     digest = hashlib.blake2b(digest_size=16)
     splits = listing.split if listing.split is not None else [""] * len(listing.items)

@@ -1,6 +1,5 @@
 """Comparison and search with the features of a model: checkpoints (``Predictor``) and exported files."""
 
-import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,17 +14,16 @@ from fastamp.data.transforms import Transforms
 from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
+from fastamp.inference.image_folder import open_source
 from fastamp.inference.images import COLORS, Image, as_one, decode
-from fastamp.inference.index import GalleryIndex, SearchResult, open_gallery
 from fastamp.inference.similarity import Comparison, sample_pair_scores
 from fastamp.layers.distance import pairwise_distance
-from fastamp.retrieval.features_file import check_same_model, read_extraction
+from fastamp.retrieval.features import ModelId, check_same_model
+from fastamp.retrieval.features_file import read_features
+from fastamp.retrieval.gallery import FeaturesGallery, Gallery
+from fastamp.retrieval.mutable_gallery import MutableGallery
+from fastamp.retrieval.search import SearchResult, decide, rows_with_attributes, search, search_attributes
 from fastamp.utils.errors import ConfigError, DataError, check_choice
-
-logger = logging.getLogger(__name__)
-
-# A gallery this many times as large as that of the calibration causes a warning.
-_MUCH_LARGER = 2
 
 
 class FeatureModel(ABC):
@@ -61,6 +59,11 @@ class FeatureModel(ABC):
         """Dimension D of the features."""
 
     @property
+    def model_id(self) -> ModelId:
+        """Description of the model that files of features and galleries store."""
+        return ModelId(self.feature_dim, self.metric, self.config_hash, str(self.checkpoint))
+
+    @property
     def pairs(self) -> tuple[str, PairScores | None]:
         """Name of a dataset, and scores of pairs of its images; "" and None if there are none."""
         return "", None
@@ -74,6 +77,27 @@ class FeatureModel(ABC):
     def attribute_names(self) -> tuple[str, ...]:
         """Names of the attributes that the model recognizes; () for none."""
         return ()
+
+    @property
+    def attribute_threshold(self) -> float:
+        """Probability in 0..1 from which an attribute is predicted. Default: 0.5."""
+        return 0.5
+
+    @property
+    def default_modality(self) -> str:
+        """Modality of images without a stated one; "" if the model has no modalities."""
+        return ""
+
+    def extract_folder(self, folder: Path, out: Path) -> list[str]:
+        """Extract the images in a folder to a file, and return the error messages of unreadable images.
+
+        Raises:
+            ConfigError: unless the model is a checkpoint.
+        """
+        raise ConfigError(
+            f"{folder} is a folder of images, which {self.checkpoint} cannot extract.\n"
+            f"  fix: use the checkpoint, or fastamp gallery add NAME.gallery {folder} --model {self.checkpoint}"
+        )
 
     @abstractmethod
     def features(
@@ -183,9 +207,9 @@ class FeatureModel(ABC):
         if isinstance(reference, PairScores):
             source, pairs = "the reference", reference
         elif reference is not None:
-            extraction = read_extraction(reference)
-            check_same_model(extraction, self.config_hash, self.checkpoint)
-            pairs = sample_pair_scores(extraction, junk=self.protocol.junk, seed=self.protocol.seed)
+            stored = read_features(reference)
+            check_same_model(stored, self)
+            pairs = sample_pair_scores(stored, junk=self.protocol.junk, seed=self.protocol.seed)
             source = str(reference)
         if pairs is not None and pairs.metric != self.metric:  # opts changed it
             pairs = None
@@ -193,8 +217,8 @@ class FeatureModel(ABC):
 
     def search(
         self,
-        query: Image | Sequence[Image],
-        index: GalleryIndex | str | os.PathLike[str],
+        query: Image | Sequence[Image] | None,
+        gallery: Gallery | str | os.PathLike[str],
         k: int = 10,
         *,
         effort: int | None = None,
@@ -209,15 +233,14 @@ class FeatureModel(ABC):
         """Search for the nearest gallery images of each query.
 
         Args:
-            query: one or more images, see ``features``.
-            index: gallery index, mutable gallery, index file, or extraction file, whose index is built and written next
-                to it if needed.
+            query: one or more images, see ``features``. None: rank all gallery images by ``attributes``.
+            gallery: gallery, or the path of one: see ``open_source``.
             k: number of results per query; limited to the size of the gallery. Default: 10.
-            effort, exact: see ``GalleryIndex.search``.
+            effort, exact: see ``fastamp.retrieval.search.search``.
             attributes: attributes of the gallery images to compare with, e.g. ``"red upper, hat"``, predicted with a
                 probability of at least TEST.THRES, for a model of FastAttr. Default: "", all gallery images.
-            conditions: conditions that the items of a mutable gallery must meet, the arguments of
-                ``MutableGallery.rows_where``. Default: None, all items.
+            conditions: conditions that the gallery images must meet, the arguments of ``Gallery.rows_where``.
+                Default: None, all images.
             color: see ``features``.
             camids, viewids, modality: cameras, views and modalities of the queries, see ``features``.
 
@@ -225,24 +248,31 @@ class FeatureModel(ABC):
             The k nearest gallery images for each query, and whether a calibrated model accepts the nearest one.
 
         Raises:
-            TypeError: if ``index`` is neither a gallery index nor a path.
-            DataError: if an image or the index cannot be read, the index was created with a different model, or no
-                gallery image has the attributes.
+            TypeError: if ``gallery`` is neither a gallery nor a path.
+            DataError: if an image or the gallery cannot be read, the gallery is of a different model, or no gallery
+                image has the attributes.
             ConfigError: if ``k`` or ``effort`` is below 1, the model does not recognize the attributes, or the gallery
                 has no values for ``conditions``; see also ``features``.
         """
-        if not isinstance(index, (GalleryIndex, str, os.PathLike)):
+        if isinstance(gallery, (str, os.PathLike)):
+            gallery = open_source(gallery, self)
+        elif not isinstance(gallery, (FeaturesGallery, MutableGallery)):
             raise TypeError(
-                f"expected a gallery index or the path of one, got {type(index).__name__}.\n"
-                "  fix: pass the output file of `fastamp extract`, or a GalleryIndex"
+                f"expected a gallery or the path of one, got {type(gallery).__name__}.\n"
+                "  fix: pass the output file of `fastamp extract`, or the result of open_gallery"
             )
-        gallery = index if isinstance(index, GalleryIndex) else open_gallery(index, of=self)
-        check_same_model(gallery, self.config_hash, self.checkpoint)
+        check_same_model(gallery, self)
+        if attributes:
+            self.require_attributes()
+        if query is None:
+            return search_attributes(attributes, gallery, k)
         features = self.require_features(query, color=color, camids=camids, viewids=viewids, modality=modality)
-        rows = self._rows_with_attributes(gallery, attributes) if attributes else None
-        rows = gallery.rows_where(**conditions) if conditions else rows
-        result = gallery.search(features, k, effort=effort, exact=exact, rows=rows)
-        return self._with_decisions(result, len(gallery) if rows is None else len(rows))
+        where: Mapping[str, Any] | np.ndarray | None = conditions or None
+        if attributes:
+            where = rows_with_attributes(attributes, gallery, self.attribute_threshold)
+            where = np.intersect1d(where, gallery.rows_where(**conditions)) if conditions else where
+        result = search(features, gallery, k, effort=effort, exact=exact, where=where)
+        return replace(result, decision=decide(result, self.calibration))
 
     def require_attributes(self) -> tuple[str, ...]:
         """Return ``attribute_names``; raise ConfigError if the model does not recognize attributes."""
@@ -252,43 +282,3 @@ class FeatureModel(ABC):
                 "  fix: use a checkpoint of FastAttr, which has attributes"
             )
         return self.attribute_names
-
-    def _rows_with_attributes(self, gallery: GalleryIndex, attributes: str) -> np.ndarray:
-        """Return the gallery images to compare with; see ``search``."""
-        self.require_attributes()
-        raise NotImplementedError
-
-    def _with_decisions(self, result: SearchResult, gallery_size: int) -> SearchResult:
-        """Add the decisions of a calibrated model to a search result."""
-        calibration = self.calibration
-        if calibration is None:
-            return result
-        if result.metric != calibration.metric:
-            logger.warning(
-                "the search threshold is not used: it is for TEST.METRIC %s, but the gallery was extracted for %s.\n"
-                "  fix: extract the gallery again with this model",
-                calibration.metric,
-                result.metric,
-            )
-            return result
-        rate = calibration.expected_fpir(gallery_size)
-        if gallery_size > _MUCH_LARGER * calibration.gallery_size:
-            logger.warning(
-                "the gallery has %d images, but the search threshold was chosen for %d: up to %.1f %% of the queries "
-                "without a match are accepted, instead of %.3g %%.\n"
-                "  fix: calibrate on a dataset with more images, or for a lower rate (fastamp calibrate --fpir)",
-                gallery_size,
-                calibration.gallery_size,
-                100 * rate,
-                100 * calibration.fpir,
-            )
-        # An empty gallery has no match.
-        known: np.ndarray = np.asarray(calibration.accepts(result.scores[:, :1]).any(1))
-        return replace(
-            result,
-            known=known,
-            threshold=calibration.search_threshold,
-            fpir=rate,
-            searched=gallery_size,
-            probabilities=calibration.probability(result.scores.astype(np.float64)),
-        )

@@ -16,9 +16,10 @@ from torch import Tensor
 from fastamp.data.decode import read_image
 from fastamp.data.file_parts import file_of
 from fastamp.inference.feature_model import FeatureModel
-from fastamp.inference.gallery import MutableGallery, create_or_open
-from fastamp.retrieval.features_file import read_extraction
-from fastamp.retrieval.gallery_store import GalleryModel, Item
+from fastamp.inference.readable import compute_readable
+from fastamp.retrieval.features_file import read_features
+from fastamp.retrieval.gallery_store import Item
+from fastamp.retrieval.mutable_gallery import MutableGallery, create_or_open
 from fastamp.utils.errors import DataError
 from fastamp.utils.progress import track
 
@@ -33,11 +34,6 @@ class Metadata:
     camera: str = ""
     identity: str = ""
     time: float | None = None
-
-
-def gallery_model(model: FeatureModel) -> GalleryModel:
-    """Return the description of a model that a gallery stores."""
-    return GalleryModel(model.feature_dim, model.metric, model.config_hash, str(model.checkpoint))
 
 
 def make_picture(pixels: Tensor) -> bytes:
@@ -80,7 +76,7 @@ def add_images(
         WriteError: if the gallery cannot be written.
     """
     metadata = metadata or Metadata()
-    with create_or_open(gallery, gallery_model(model)) as opened:
+    with create_or_open(gallery, model.model_id) as opened:
         ids = [id_of_path(gallery, path) for path in paths]
 
         def item(row: int) -> Item:
@@ -120,23 +116,21 @@ def add_extraction(
     Boxes are part of the ids: ``PATH#LEFT,TOP,RIGHT,BOTTOM``. Identities and cameras are those of the extraction,
     unless ``metadata`` names others.
     """
-    content = read_extraction(extraction)
-    metadata = metadata or Metadata()
-    model = GalleryModel(content.features.shape[1], content.metric, content.config_hash, content.checkpoint)
-    cameras = content.camids if content.cameras is None else content.cameras
-    ids = [id_of_path(gallery, path) if os.path.exists(file_of(path)) else path for path in content.paths.tolist()]
-    if content.boxes is not None:
-        ids = [f"{path}#{','.join(map(str, box))}" for path, box in zip(ids, content.boxes.tolist(), strict=True)]
+    content = read_features(extraction)
+    images, metadata = content.images, metadata or Metadata()
+    ids = [id_of_path(gallery, path) if os.path.exists(file_of(path)) else path for path in images.paths.tolist()]
+    if images.boxes is not None:
+        ids = [f"{path}#{','.join(map(str, box))}" for path, box in zip(ids, images.boxes.tolist(), strict=True)]
 
     def item(row: int) -> Item:
-        identity, camera = (_known(values[row]) for values in (content.pids, cameras))
-        name = Path(str(content.paths[row])).name
+        identity, camera = (_known(values[row]) for values in (images.pids, images.camera_names))
+        name = Path(str(images.paths[row])).name
         return Item(ids[row], name, metadata.identity or identity, metadata.camera or camera, metadata.time)
 
     def features(rows: list[int]) -> np.ndarray:
-        return np.array(content.features[rows])
+        return np.array(content.matrix[rows])
 
-    with create_or_open(gallery, model) as opened:
+    with create_or_open(gallery, content.model) as opened:
         return _add(opened, ids, item, features, replace=replace, size=_EXTRACTED_BATCH)[:2]
 
 
@@ -155,6 +149,10 @@ def _add(
     skip_corrupt: bool = False,
 ) -> tuple[int, int, list[str]]:
     """Add items in batches of ``size``; an id that is repeated counts once. Build the candidate index if needed."""
+
+    def items_and_features(rows: list[int]) -> tuple[list[Item], Tensor]:
+        return [item(row) for row in rows], torch.as_tensor(features(rows))
+
     added, faults = 0, list[str]()
     first_rows = list({item_id: row for row, item_id in reversed(list(enumerate(ids)))}.values())[::-1]
     starts = range(0, len(first_rows), size)
@@ -164,11 +162,13 @@ def _add(
         block = [row for row in block if replace or ids[row] not in gallery]
         if not block:
             continue
-        items, values, item_faults = _readable(block, item, features)
-        faults += item_faults
-        if not items:
+        parts, block_faults = compute_readable(block, items_and_features)
+        faults += block_faults
+        if not parts:
             _check_readable(faults, skip_corrupt)
             continue
+        items = [*chain.from_iterable(part for _, (part, _) in parts)]
+        values = torch.cat([part for _, (_, part) in parts])
         new = gallery.add(items, values, skip_existing=True)  # other processes may have added some in the meantime
         old = sorted(set(range(len(items))) - set(new)) if replace else []
         if old:
@@ -178,21 +178,6 @@ def _add(
     if gallery.wants_candidates:
         gallery.build_candidates()
     return added, len(first_rows) - added - len(faults), faults
-
-
-def _readable(
-    block: list[int], item: Callable[[int], Item], features: Callable[[list[int]], Tensor | np.ndarray]
-) -> tuple[list[Item], Tensor, list[str]]:
-    """Return the items and features of the images of a block that can be read, and the errors of the others."""
-    try:
-        return [item(row) for row in block], torch.as_tensor(features(block)), []
-    except DataError as error:
-        if len(block) == 1:
-            return [], torch.empty(0), [str(error)]
-    parts = [_readable([row], item, features) for row in block]
-    items, values, faults = zip(*parts, strict=True)
-    good = [value for value in values if len(value)]
-    return [*chain(*items)], torch.cat(good) if good else torch.empty(0), [*chain(*faults)]
 
 
 def _check_readable(faults: list[str], skip_corrupt: bool) -> None:

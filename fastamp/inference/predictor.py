@@ -22,9 +22,9 @@ from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
+from fastamp.inference.extract import extract
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Image, as_list, crop_frame
-from fastamp.inference.index import GalleryIndex
 from fastamp.modeling import load_model
 from fastamp.modeling.heads import ClasHead
 from fastamp.utils.errors import ConfigError, DataError, check_choice
@@ -140,6 +140,20 @@ class Predictor(FeatureModel):
     def attribute_names(self) -> tuple[str, ...]:
         """Names of the attributes that a model of FastAttr recognizes; () for other models."""
         return tuple(self.cfg.MODEL.ATTRIBUTES.NAMES) if hasattr(self.model, "features_and_attributes") else ()
+
+    @property
+    def default_modality(self) -> str:
+        """``MODEL.BACKBONE.MODALITY`` of a two-stem model; "" for other models."""
+        return str(self.cfg.MODEL.BACKBONE.MODALITY) if self.modality_column else ""
+
+    def extract_folder(self, folder: Path, out: Path) -> list[str]:
+        """Extract the images in a folder to a file, and return the error messages of unreadable images."""
+        return extract(self, folder, out, skip_corrupt=True)[1]
+
+    @property
+    def attribute_threshold(self) -> float:
+        """``TEST.THRES``, probability in 0..1 from which an attribute is predicted."""
+        return float(self.cfg.TEST.THRES)
 
     @cached_property
     def config_hash(self) -> str:
@@ -392,18 +406,6 @@ class Predictor(FeatureModel):
         batch["tracklet"] = torch.zeros(len(frames), dtype=torch.int64)
         with torch.inference_mode():
             return self.features_of_batch(batch).cpu().mean(0)
-
-    def _rows_with_attributes(self, gallery: GalleryIndex, attributes: str) -> np.ndarray:
-        """Return the gallery images to compare with; see ``search``."""
-        self.require_attributes()
-        threshold = self.cfg.TEST.THRES
-        rows = gallery.rows_with_attributes(attributes, threshold)
-        if not len(rows):
-            raise DataError(
-                f"none of the {len(gallery)} gallery images has the attributes {attributes!r} with a probability of at "
-                f"least {threshold:g}.\n  fix: name fewer attributes, or decrease TEST.THRES"
-            )
-        return rows
 
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
         """Extract the features of images from ``preprocess`` in one batch, without cameras, views and modality.

@@ -10,7 +10,8 @@ from fastamp.evaluation import Identities
 from fastamp.evaluation.calibration import Calibration, percent
 from fastamp.evaluation.identities import SAME_CAMERA, Junk
 from fastamp.evaluation.pairs import PairScores, sample_pairs
-from fastamp.retrieval.features_file import Extraction, read_extraction
+from fastamp.retrieval.features import Features
+from fastamp.retrieval.features_file import read_features
 from fastamp.utils.errors import DataError
 
 _NO_PAIRS = (
@@ -95,7 +96,7 @@ class Comparison:
 
 
 def sample_pair_scores(
-    reference: Extraction | str | PathLike[str],
+    reference: Features | str | PathLike[str],
     *,
     junk: Junk | None = SAME_CAMERA,
     seed: int = 0,
@@ -117,28 +118,28 @@ def sample_pair_scores(
     Raises:
         DataError: if the file cannot be read, or contains no genuine or no impostor pairs.
     """
-    extraction = reference if isinstance(reference, Extraction) else read_extraction(reference)
-    queries = galleries = np.arange(len(extraction.paths))
-    split = extraction.split
+    features = reference if isinstance(reference, Features) else read_features(reference)
+    images, queries = features.images, np.arange(len(features))
+    galleries, split = queries, images.split
     all_images = split is None or not {"query", "gallery"} <= set(np.unique(split).tolist())
     if not all_images:
         queries, galleries = np.flatnonzero(split == "query"), np.flatnonzero(split == "gallery")
     pids, camids = (
-        _integer_ids(np.asarray(extraction.pids)),
-        torch.from_numpy(np.array(extraction.camids, dtype=np.int64)),
+        _integer_ids(np.asarray(images.pids)),
+        torch.from_numpy(np.array(images.camids, dtype=np.int64)),
     )
     pairs = sample_pairs(
-        _RowSubset(extraction.features, queries),
-        _RowSubset(extraction.features, galleries),
+        _RowSubset(features.matrix, queries),
+        _RowSubset(features.matrix, galleries),
         Identities(pids[queries], pids[galleries], camids[queries], camids[galleries]),
-        metric=extraction.metric,
+        metric=features.model.metric,
         junk=junk if (camids >= 0).any() else None,
         same_images=all_images,
         seed=seed,
     )
     if pairs is None:
         raise DataError(
-            f"{extraction.path} contains no genuine or no impostor pairs to compare with.\n"
+            f"{features.path} contains no genuine or no impostor pairs to compare with.\n"
             "  fix: extract a dataset, a CSV file or folder:FOLDER with identities"
         )
     return pairs

@@ -15,7 +15,7 @@ def attribute_columns(columns: Mapping[str, np.ndarray], source: object) -> dict
     """Return the probabilities of attributes in an extraction or index.
 
     Args:
-        columns: further columns of the images, see ``Extraction``.
+        columns: further columns of the images, see ``ImageColumns``.
         source: path of the file, for the error message.
 
     Returns:

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from fastamp.retrieval.features_file import Extraction, is_unknown
+from fastamp.retrieval.features import Features, is_unknown
 from fastamp.utils.errors import optional_package, writing
 from fastamp.utils.files import write_atomically
 
@@ -28,8 +28,8 @@ def check_table_format(path: Path) -> None:
             import pyarrow  # noqa: F401
 
 
-def write_table(path: Path, extraction: Extraction) -> None:
-    """Write an extraction as a table with one row per image: ``path`` and, if known, ``pid``, ``camid``, ``split``,
+def write_table(path: Path, features: Features) -> None:
+    """Write features as a table with one row per image: ``path`` and, if known, ``pid``, ``camid``, ``split``,
     ``x0``, ``y0``, ``x1``, ``y1`` and further columns with one value per image; then the features.
 
     Cameras are written by name if the dataset names them. A CSV file has the features in the columns ``f0``, ``f1``,
@@ -38,62 +38,62 @@ def write_table(path: Path, extraction: Extraction) -> None:
 
     Args:
         path: file to write, whose name ends in ``.csv`` or ``.parquet``.
-        extraction: extraction to write.
+        features: features to write.
 
     Raises:
         WriteError: if the file cannot be written.
     """
     write = _write_parquet if path.suffix == ".parquet" else _write_csv
     with writing(path):
-        write_atomically(path, lambda file: write(file, extraction))
+        write_atomically(path, lambda file: write(file, features))
 
 
-def _blocks(extraction: Extraction) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
+def _blocks(features: Features) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
     """Yield ``(column name -> values, features)`` of consecutive rows."""
-    cameras = extraction.camids if extraction.cameras is None else extraction.cameras
-    known = {name: values for name, values in (("pid", extraction.pids), ("camid", cameras)) if not is_unknown(values)}
-    for start in range(0, len(extraction.features), _BLOCK):
+    images = features.images
+    labels = {"pid": images.pids, "camid": images.camera_names}
+    columns = {"path": images.paths} | {name: values for name, values in labels.items() if not is_unknown(values)}
+    if images.split is not None:
+        columns["split"] = images.split
+    if images.boxes is not None:
+        columns |= dict(zip(("x0", "y0", "x1", "y1"), images.boxes.T, strict=True))
+    columns |= {name: values for name, values in images.further.items() if values.ndim == 1}
+    for start in range(0, len(features), _BLOCK):
         rows = slice(start, start + _BLOCK)
-        columns = {"path": extraction.paths[rows]} | {name: values[rows] for name, values in known.items()}
-        if extraction.split is not None:
-            columns["split"] = extraction.split[rows]
-        if extraction.boxes is not None:
-            columns |= dict(zip(("x0", "y0", "x1", "y1"), extraction.boxes[rows].T, strict=True))
-        columns |= {name: values[rows] for name, values in extraction.columns.items() if values.ndim == 1}
-        yield {name: values.tolist() for name, values in columns.items()}, np.asarray(extraction.features[rows])
+        yield {name: values[rows].tolist() for name, values in columns.items()}, np.asarray(features.matrix[rows])
 
 
-def _write_csv(file: IO[bytes], extraction: Extraction) -> None:
+def _write_csv(file: IO[bytes], features: Features) -> None:
     header = True
-    for columns, features in _blocks(extraction):
+    for columns, matrix in _blocks(features):
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")
         if header:
-            writer.writerow([*columns, *(f"f{number}" for number in range(features.shape[1]))])
+            writer.writerow([*columns, *(f"f{number}" for number in range(matrix.shape[1]))])
             header = False
         # NumPy's shortest text from which the same float32 is read.
-        numbers = features.astype("U16").tolist()
+        numbers = matrix.astype("U16").tolist()
         writer.writerows([*row, *values] for *row, values in zip(*columns.values(), numbers, strict=True))
         file.write(text.getvalue().encode("utf-8", "surrogateescape"))
 
 
-def _write_parquet(file: IO[bytes], extraction: Extraction) -> None:
+def _write_parquet(file: IO[bytes], features: Features) -> None:
     import pyarrow
     import pyarrow.parquet
 
     writer = None
     try:
-        for columns, features in _blocks(extraction):
+        for columns, matrix in _blocks(features):
             arrays = {
                 name: pyarrow.array(
                     [value.encode("utf-8", "replace").decode() if isinstance(value, str) else value for value in values]
                 )
                 for name, values in columns.items()
             }
-            flat = pyarrow.array(np.ascontiguousarray(features).reshape(-1))
-            arrays["features"] = pyarrow.FixedSizeListArray.from_arrays(flat, features.shape[1])
+            flat = pyarrow.array(np.ascontiguousarray(matrix).reshape(-1))
+            arrays["features"] = pyarrow.FixedSizeListArray.from_arrays(flat, matrix.shape[1])
             table = pyarrow.table(arrays)
-            metadata = {name: getattr(extraction, name) for name in ("config_hash", "checkpoint", "metric")}
+            metadata = {name: getattr(features.model, name) for name in ("config_hash", "checkpoint", "metric")}
             table = table.replace_schema_metadata(metadata)
             writer = writer or pyarrow.parquet.ParquetWriter(file, table.schema)
             writer.write_table(table)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fastamp.retrieval.features import ModelId
 from fastamp.utils.errors import ConfigError, DataError, WriteError
 
 DATABASE_FILE = "items.db"
@@ -96,16 +97,6 @@ class Item:
         }
 
 
-@dataclass(frozen=True)
-class GalleryModel:
-    """The model of a gallery's features: their dimension, metric, hash and checkpoint, see ``Extraction``."""
-
-    width: int
-    metric: str
-    config_hash: str
-    checkpoint: str
-
-
 class GalleryStore:
     """Database of a mutable gallery.
 
@@ -127,7 +118,7 @@ class GalleryStore:
         model: model of the features.
     """
 
-    def __init__(self, folder: Path, model: GalleryModel | None = None) -> None:
+    def __init__(self, folder: Path, model: ModelId | None = None) -> None:
         self.path = folder / DATABASE_FILE
         if model is None and not self.path.is_file():
             raise DataError(f"{folder} is not a gallery: it has no {DATABASE_FILE}.\n  fix: correct the path")
@@ -153,7 +144,7 @@ class GalleryStore:
         self.model = self._read_model()
         self._files = self._file_ids()
 
-    def _read_model(self) -> GalleryModel:
+    def _read_model(self) -> ModelId:
         """Check the tables and return the model.
 
         Raises:
@@ -180,7 +171,7 @@ class GalleryStore:
                 "  fix: use the version of fastamp that wrote it"
             )
         self.token = rows[0][6]
-        return GalleryModel(*rows[0][2:6])
+        return ModelId(*rows[0][2:6])
 
     def close(self) -> None:
         """Close the database."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastamp.inference.gallery import MissingItemError
+from fastamp.retrieval.mutable_gallery import MissingItemError
 from fastamp.utils.errors import UserError, WriteError
 
 

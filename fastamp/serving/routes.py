@@ -8,8 +8,8 @@ from fastapi import FastAPI, Request
 from starlette.datastructures import FormData
 from starlette.responses import JSONResponse, Response
 
-from fastamp.inference.gallery import MutableGallery
 from fastamp.retrieval.gallery_store import parse_time
+from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.serving import schemas
 from fastamp.serving.errors import RequestError
 from fastamp.serving.options import Limits
@@ -141,8 +141,8 @@ def add_gallery_routes(app: FastAPI, service: Service, access: list[Any]) -> Non
             gallery.refresh()
             return {
                 "items": len(gallery),
-                "metric": gallery.metric,
-                "model": gallery.config_hash,
+                "metric": gallery.model.metric,
+                "model": gallery.model.config_hash,
                 "recall": gallery.recall,
             }
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fastamp.inference.feature_model import FeatureModel
-from fastamp.inference.gallery import MutableGallery
 from fastamp.inference.predictor import Predictor
 from fastamp.retrieval.gallery_store import Item, parse_time
+from fastamp.retrieval.mutable_gallery import MutableGallery
+from fastamp.retrieval.search import decide, search
 from fastamp.serving.batching import Batcher
 from fastamp.serving.decoding import Decoder, Decoding
 from fastamp.serving.errors import RequestError, split_fix
@@ -226,33 +227,31 @@ class Service:
 
     async def search(self, features: Tensor, k: int, conditions: dict[str, Any]) -> dict[str, Any]:
         """Search for the nearest items of features (Q, D), and decide with the calibration of the model."""
-        result, searched = await self.in_gallery(lambda gallery: gallery.search_where(features, k, conditions))
-        calibration, queries = self.model.calibration, []
+        result = await self.in_gallery(lambda gallery: search(features, gallery, k, where=conditions or None))
+        decided, queries = decide(result, self.model.calibration), []
         for query in range(len(features)):
-            columns = {name: values[query].tolist() for name, values in result.columns.items()}
+            images = result.images.take(query)
+            columns = images.paths, images.pids, images.camera_names, images.further["id"], images.further["time"]
+            found = zip(result.scores[query].tolist(), *(values.tolist() for values in columns), strict=True)
             matches = [
                 {
-                    "rank": rank + 1,
-                    **self.compared(float(score)),
-                    "id": columns["id"][rank],
-                    "name": str(result.paths[query, rank]),
-                    "identity": "" if result.pids[query, rank] == "-1" else str(result.pids[query, rank]),
-                    "camera": "" if result.cameras is None else str(result.cameras[query, rank]),
-                    "time": columns["time"][rank],
+                    "rank": rank,
+                    **self.compared(score),
+                    "id": item_id,
+                    "name": name,
+                    "identity": "" if identity == "-1" else identity,
+                    "camera": camera,
+                    "time": time_text,
                 }
-                for rank, score in enumerate(result.scores[query].tolist())
+                for rank, (score, name, identity, camera, item_id, time_text) in enumerate(found, start=1)
             ]
             decision: dict[str, Any] = dict.fromkeys(("decision", "threshold", "fpir"))
-            if calibration is not None:
-                known = bool(calibration.accepts(result.scores[query, :1]).any())
-                decision = {
-                    "decision": "match" if known else "unknown",
-                    "threshold": calibration.search_threshold,
-                    "fpir": calibration.expected_fpir(searched),
-                }
+            if decided is not None:
+                known = "match" if decided.known[query] else "unknown"
+                decision = {"decision": known, "threshold": decided.threshold, "fpir": decided.fpir}
             queries.append({**decision, "found": matches})
         recall = None if conditions or self.gallery is None else self.gallery.recall
-        return {"metric": result.metric, "searched": searched, "recall": recall, "queries": queries}
+        return {"metric": result.metric, "searched": result.searched, "recall": recall, "queries": queries}
 
     def compared(self, score: float) -> dict[str, Any]:
         """Return a score with the decision and probability of the calibration, and its percentiles."""

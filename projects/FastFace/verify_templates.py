@@ -16,7 +16,7 @@ import numpy as np
 from tabulate import tabulate
 
 from fastamp.engine import run_command_line
-from fastamp.retrieval.features_file import read_extraction
+from fastamp.retrieval.features_file import read_features
 from fastamp.utils.errors import DataError
 
 sys.path.append(str(Path(__file__).parent))
@@ -30,11 +30,12 @@ def main(args: argparse.Namespace) -> None:
 
     images, templates, media = read_table(args.templates, ("image", "template", "medium"))
     first, second, label = read_table(args.pairs, ("template", "template", "label"))
-    extraction = read_extraction(args.features)
-    rows = {Path(path).name: row for row, path in enumerate(extraction.paths.tolist())}
-    if len(rows) < len(extraction.paths):
+    extraction = read_features(args.features)
+    paths = extraction.images.paths.tolist()
+    rows = {Path(path).name: row for row, path in enumerate(paths)}
+    if len(rows) < len(paths):
         raise DataError(
-            f"{args.features}: {len(extraction.paths)} images have {len(rows)} different names, but the lists contain "
+            f"{args.features}: {len(paths)} images have {len(rows)} different names, but the lists contain "
             "names only.\n  fix: extract the features of one folder"
         )
     missing = [name for name in images.tolist() if Path(name).name not in rows]
@@ -43,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
             f"{args.features} has no features of {len(missing)} of {len(images)} images, e.g. {missing[0]}.\n"
             "  fix: extract the features of all images"
         )
-    features = np.asarray(extraction.features[[rows[Path(name).name] for name in images.tolist()]], dtype=np.float64)
+    features = np.asarray(extraction.matrix[[rows[Path(name).name] for name in images.tolist()]], dtype=np.float64)
     if args.normalize:
         features /= np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
     scores = pair_scores(*template_features(features, templates, media), first, second)

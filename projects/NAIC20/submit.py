@@ -22,7 +22,8 @@ from fastamp.config import CfgNode, read_config
 from fastamp.engine import run_command_line
 from fastamp.evaluation import Protocol
 from fastamp.evaluation.metrics import distances_of
-from fastamp.retrieval.features_file import Extraction, read_extraction
+from fastamp.retrieval.features import Features
+from fastamp.retrieval.features_file import read_features
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.progress import track
@@ -30,7 +31,7 @@ from fastamp.utils.progress import track
 _KEYS = ("MODEL.DEVICE", "TEST.METRIC", "TEST.AQE", "TEST.RERANK", "TEST.KNN_BACKEND", "TEST.MEMORY_BUDGET_MB")
 
 
-def nearest_names(extraction: Extraction, protocol: Protocol, device: torch.device, count: int) -> dict[str, list[str]]:
+def nearest_names(extraction: Features, protocol: Protocol, device: torch.device, count: int) -> dict[str, list[str]]:
     """Return the names of the nearest gallery images of each query: name -> names, nearest first.
 
     Args:
@@ -42,7 +43,7 @@ def nearest_names(extraction: Extraction, protocol: Protocol, device: torch.devi
     Raises:
         DataError: if the file has no queries or no gallery, or two images of a split have the same name.
     """
-    splits = extraction.split
+    splits = extraction.images.split
     features, names = {}, {}
     for side in ("query", "gallery"):
         rows = np.flatnonzero(splits == side) if splits is not None else np.empty(0, dtype=np.int64)
@@ -51,11 +52,11 @@ def nearest_names(extraction: Extraction, protocol: Protocol, device: torch.devi
                 f"{extraction.path} has no {side} images.\n  fix: extract the features of a test set: "
                 "fastamp extract RUN NAIC20_R2A -o FILE.npz"
             )
-        names[side] = [Path(path).name for path in extraction.paths[rows].tolist()]
+        names[side] = [Path(path).name for path in extraction.images.paths[rows].tolist()]
         if len(set(names[side])) != len(rows):
             twice = next(name for name in names[side] if names[side].count(name) > 1)
             raise DataError(f"{extraction.path}: several {side} images are named {twice}.\n  fix: rename the images")
-        features[side] = torch.from_numpy(np.array(extraction.features[rows])).to(device)
+        features[side] = torch.from_numpy(np.array(extraction.matrix[rows])).to(device)
     blocks = distances_of(features["query"], features["gallery"], protocol)
     gallery, nearest = np.array(names["gallery"]), {}
     number = -(-len(names["query"]) // blocks.block_rows)
@@ -73,8 +74,8 @@ def main(args: argparse.Namespace) -> None:
     for key in args.opts[::2]:
         if not any(f"{key}.".startswith(f"{prefix}.") for prefix in _KEYS):
             raise ConfigError(f"{key} has no effect on a submission.\n  fix: omit it; choices: {', '.join(_KEYS)}")
-    extraction = read_extraction(args.features)
-    cfg: CfgNode = read_config("", ["MODEL.DEVICE", "auto", "TEST.METRIC", extraction.metric, *args.opts])
+    extraction = read_features(args.features)
+    cfg: CfgNode = read_config("", ["MODEL.DEVICE", "auto", "TEST.METRIC", extraction.model.metric, *args.opts])
     nearest = nearest_names(extraction, Protocol.from_config(cfg), resolve_device(cfg.MODEL.DEVICE), args.count)
     write_atomically(args.output, lambda file: file.write(json.dumps(nearest).encode()))
     print(f"wrote {args.output}: {len(nearest)} queries, {len(next(iter(nearest.values())))} names each")

@@ -18,7 +18,7 @@ from fastamp.evaluation.clustering import (
     dominant_cluster,
     separation,
 )
-from fastamp.retrieval.features_file import write_arrays
+from fastamp.retrieval.npz import write_arrays
 
 
 def extraction(path, *, identities=6, images=8, noise=0.2, pids=None, features=None, **columns):

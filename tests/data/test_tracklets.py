@@ -360,8 +360,8 @@ def test_extraction_has_features_of_images_and_figures_use_first_frames(video, m
     DefaultTrainer(cfg).train()
     predictor = Predictor(Path(cfg.OUTPUT_DIR) / "model_final.pth", device="cpu")
     extracted, _ = extract(predictor, f"csv:{video}", video.parent / "features.npz", splits=("query",))
-    expected = predictor.features(list(extracted.paths))
-    torch.testing.assert_close(torch.as_tensor(extracted.features), expected)
+    expected = predictor.features(list(extracted.images.paths))
+    torch.testing.assert_close(torch.as_tensor(extracted.matrix), expected)
 
     seen = []
     monkeypatch.setattr(visualize, "similarity_map", lambda model, batch: seen.append(batch["indices"].tolist()))

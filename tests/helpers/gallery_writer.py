@@ -7,8 +7,9 @@ import sys
 
 import numpy as np
 
-from fastamp.inference.gallery import MutableGallery
-from fastamp.retrieval.gallery_store import GalleryModel, Item
+from fastamp.retrieval.features import ModelId
+from fastamp.retrieval.gallery_store import Item
+from fastamp.retrieval.mutable_gallery import MutableGallery
 
 WIDTH = 16
 
@@ -21,7 +22,7 @@ def feature(item_id: str, version: int) -> np.ndarray:
 
 def main(folder: str, seed: int) -> None:
     random = np.random.default_rng(seed)
-    gallery = MutableGallery(folder, GalleryModel(WIDTH, "cosine", "hash", "checkpoint"))
+    gallery = MutableGallery(folder, ModelId(WIDTH, "cosine", "hash", "checkpoint"))
     versions = {item.id: int(item.name) for item in gallery.items}
     count = 1 + max((int(item.removeprefix("item")) for item in versions), default=-1)
     while True:

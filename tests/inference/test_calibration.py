@@ -110,15 +110,18 @@ def test_search_answers_unknown_below_the_threshold(calibrated, calibration, peo
     PIL.Image.fromarray(pixels.astype(np.uint8)).save(noise)
     queries = [images_of(people, 5)[1], noise]
     found = predictor.search(queries, extraction.path, k=3)
-    assert found.known.tolist() == (found.scores[:, 0] >= calibration.search_threshold).tolist() == [True, False]
-    assert found.threshold == calibration.search_threshold and found.fpir == calibration.expected_fpir(180) > 0.2
+    decision = found.decision
+    assert decision.known.tolist() == (found.scores[:, 0] >= calibration.search_threshold).tolist() == [True, False]
+    assert decision.threshold == calibration.search_threshold
+    assert decision.fpir == calibration.expected_fpir(180) > 0.2
     gallery = str(extraction.path)
     assert run_command(search_command, calibrated, *queries, "--gallery", gallery, "--device", "cpu") == 0
     text = capsys.readouterr().out
     assert "match: the best similarity is at least" in text and "unknown: the best similarity is below" in text
     assert run_command(search_command, calibrated, *queries, "--gallery", gallery, "--device", "cpu", "--json") == 0
     written = json.loads(capsys.readouterr().out)
-    assert [decision["decision"] for decision in written] == ["match", "unknown"] and written[0]["fpir"] == found.fpir
+    assert [query["decision"] for query in written] == ["match", "unknown"]
+    assert written[0]["fpir"] == decision.fpir
 
 
 def test_search_without_calibration_makes_no_decisions(checkpoint, people, tmp_path, capsys):
@@ -126,7 +129,7 @@ def test_search_without_calibration_makes_no_decisions(checkpoint, people, tmp_p
     extraction, _ = extract(predictor, people, tmp_path / "gallery.npz", splits=["gallery"])
     query = images_of(people, 5)[0]
     found = predictor.search(query, extraction.path)
-    assert found.known is found.threshold is found.fpir is None
+    assert found.decision is None
     argv = (checkpoint, query, "--gallery", str(extraction.path), "--device", "cpu")
     assert run_command(search_command, *argv, "--json") == 0
     assert json.loads(capsys.readouterr().out)[0].keys() == {"query", "found"}
@@ -138,8 +141,8 @@ def test_search_warns_if_the_gallery_is_much_larger(calibrated, people, tmp_path
     predictor = fastamp.Predictor(calibrated, device="cpu")
     extraction, _ = extract(predictor, people, tmp_path / "gallery.npz")
     found = predictor.search(images_of(people, 5)[0], extraction.path)
-    assert found.fpir == pytest.approx(1 - 0.8 ** (240 / 116))
-    assert "240 images" in caplog.text and f"{100 * found.fpir:.1f} %" in caplog.text
+    assert found.decision.fpir == pytest.approx(1 - 0.8 ** (240 / 116))
+    assert "240 images" in caplog.text and f"{100 * found.decision.fpir:.1f} %" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,7 @@ def test_search_in_a_gallery_of_another_metric_makes_no_decisions(calibrated, pe
     euclidean = fastamp.Predictor(calibrated, device="cpu", opts=["TEST.METRIC", "euclidean"])
     extraction, _ = extract(euclidean, people, tmp_path / "gallery.npz", splits=["gallery"])
     found = fastamp.Predictor(calibrated, device="cpu").search(images_of(people, 5)[0], extraction.path)
-    assert found.known is None and found.metric == "euclidean" and "extract the gallery again" in caplog.text
+    assert found.decision is None and found.metric == "euclidean" and "extract the gallery again" in caplog.text
 
 
 def test_euclidean_calibration_decides_by_distance(run_folder, people):

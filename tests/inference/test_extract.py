@@ -21,9 +21,11 @@ from fastamp.data import build_reid_test_loader
 from fastamp.data.build import build_dataset
 from fastamp.engine import DefaultTrainer
 from fastamp.inference import extract as module
+from fastamp.inference import image_folder
 from fastamp.inference.extract import extract, list_images
-from fastamp.inference.index import open_gallery
-from fastamp.retrieval.features_file import read_extraction
+from fastamp.inference.image_folder import open_source
+from fastamp.retrieval.features_file import read_features
+from fastamp.retrieval.open_gallery import open_gallery
 from fastamp.utils import lock
 from fastamp.utils.errors import ConfigError, DataError, UserError, WriteError
 
@@ -52,18 +54,18 @@ def test_extraction_reproduces_features_and_metrics_of_evaluation(predictor, run
     for split in ("query", "gallery", "train"):
         items = getattr(dataset, split)
         rows += [(item.path, int(dataset.identity(item.pid)), item.camid, split) for item in items]
-    columns = zip(found.paths, found.pids, found.camids, found.split, strict=True)
+    columns = zip(found.images.paths, found.images.pids, found.images.camids, found.images.split, strict=True)
     assert [(str(a), int(b), int(c), str(d)) for a, b, c, d in columns] == rows and left_out == []
     loader, _ = build_reid_test_loader(predictor.cfg, "Demo")
     with torch.inference_mode():
         expected = torch.cat([predictor.features_of_batch(batch) for batch in loader])
-    assert np.array_equal(found.features[: len(expected)], expected.numpy()) and found.features.dtype == np.float32
-    assert (found.config_hash, found.metric) == (predictor.config_hash, predictor.cfg.TEST.METRIC)
+    assert np.array_equal(found.matrix[: len(expected)], expected.numpy()) and found.matrix.dtype == np.float32
+    assert found.model == predictor.model_id
     assert not list(tmp_path.glob("*.parts"))
 
     # Read with NumPy and with evaluate_features: the metrics equal those of the last evaluation of the run.
     with np.load(tmp_path / "demo.npz", allow_pickle=False) as file:
-        assert np.array_equal(file["features"], found.features) and str(file["config_hash"]) == predictor.config_hash
+        assert np.array_equal(file["features"], found.matrix) and str(file["config_hash"]) == predictor.config_hash
     assert evaluate_features.cli([str(found.path), "--json", "MODEL.DEVICE", "cpu"]) == 0
     judged = json.loads(capsys.readouterr().out)
     lines = (run_folder / "metrics.json").read_text().splitlines()
@@ -74,11 +76,11 @@ def test_extraction_reproduces_features_and_metrics_of_evaluation(predictor, run
 def test_extraction_of_a_folder_includes_images_in_subfolders(predictor, images, tmp_path):
     found, _ = extract(predictor, images, tmp_path / "out.npz")
     paths = sorted(images.rglob("?/*.jpg")) + sorted(images.rglob("??/*.jpg"))
-    assert sorted(found.paths.tolist()) == sorted(map(str, paths)) and len(paths) == 11
-    assert found.paths.tolist() == [str(path) for path in sorted(paths)]
-    assert (found.pids == -1).all() and (found.camids == -1).all() and found.split is None
-    expected = torch.cat([predictor.features(found.paths.tolist()[start : start + 8]) for start in (0, 8)])
-    assert np.array_equal(found.features, expected.numpy())
+    assert sorted(found.images.paths.tolist()) == sorted(map(str, paths)) and len(paths) == 11
+    assert found.images.paths.tolist() == [str(path) for path in sorted(paths)]
+    assert (found.images.pids == -1).all() and (found.images.camids == -1).all() and found.images.split is None
+    expected = torch.cat([predictor.features(found.images.paths.tolist()[start : start + 8]) for start in (0, 8)])
+    assert np.array_equal(found.matrix, expected.numpy())
 
 
 def test_extraction_of_a_csv_file_stores_identity_names_and_boxes(predictor, images, tmp_path):
@@ -86,10 +88,10 @@ def test_extraction_of_a_csv_file_stores_identity_names_and_boxes(predictor, ima
     listed = tmp_path / "mine.csv"
     listed.write_text(f"path,pid,camid,x0,y0,x1,y1\n{first},ann,1,0,0,9,20\n{second},bob,2,4,4,9,30\n")
     found, _ = extract(predictor, listed, tmp_path / "out.npz")
-    assert found.pids.tolist() == ["ann", "bob"] and found.split.tolist() == ["train"] * 2
-    assert found.boxes.tolist() == [[0, 0, 9, 20], [4, 4, 9, 30]]
+    assert found.images.pids.tolist() == ["ann", "bob"] and found.images.split.tolist() == ["train"] * 2
+    assert found.images.boxes.tolist() == [[0, 0, 9, 20], [4, 4, 9, 30]]
     other = list_images(f"csv:{listed}", predictor.cfg)
-    assert [item.path for item in other.items] == found.paths.tolist()
+    assert [item.path for item in other.items] == found.images.paths.tolist()
 
 
 def killed_after(number, monkeypatch):
@@ -131,7 +133,7 @@ def test_resumed_extraction_is_bit_identical_to_uninterrupted_extraction(
             extract(predictor, images, out)
     next(images.rglob("3.jpg")).unlink()
     found, _ = extract(predictor, images, out)
-    assert len(found.paths) == 10 and "out.npz.parts" in caplog.text and "images" in caplog.text
+    assert len(found.images.paths) == 10 and "out.npz.parts" in caplog.text and "images" in caplog.text
 
 
 def contents(folder):
@@ -195,7 +197,7 @@ def test_extraction_keeps_other_files_in_parts_folder(predictor, images, tmp_pat
     elsewhere.write_text("mine")
     (parts / "000000000008.npz").symlink_to(elsewhere)
     next(images.rglob("3.jpg")).unlink()  # makes the parts those of another extraction
-    assert len(extract(predictor, images, out)[0].paths) == 10
+    assert len(extract(predictor, images, out)[0].images.paths) == 10
     assert sorted(path.name for path in parts.iterdir()) == ["000000000008.npz", "features.npz"]
     assert (parts / "features.npz").read_text() == elsewhere.read_text() == "mine"
 
@@ -228,7 +230,7 @@ def test_concurrent_extraction_to_the_same_file_raises(predictor, images, tmp_pa
     computed = []
     compute = predictor.features_of_batch
     monkeypatch.setattr(predictor, "features_of_batch", lambda batch: computed.append(batch) or compute(batch))
-    assert len(extract(predictor, images, out)[0].paths) == 11 and len(computed) == 1
+    assert len(extract(predictor, images, out)[0].images.paths) == 11 and len(computed) == 1
 
 
 @pytest.mark.integration
@@ -243,7 +245,7 @@ def test_extraction_raises_on_or_skips_unreadable_images(predictor, images, tmp_
     )
     out = capsys.readouterr().out
     assert code == 0 and "zz.jpg" in out and "11 features" in out
-    assert str(bad) not in read_extraction(tmp_path / "out.npz").paths.tolist()
+    assert str(bad) not in read_features(tmp_path / "out.npz").images.paths.tolist()
     table = tmp_path / "images.csv"
     table.write_text(f"path,pid\n{images / 'a' / '0' / '0.jpg'},1\n{bad},2\n")
     with pytest.raises(DataError, match=r"zz\.jpg.*\n  listed in .*images\.csv, line 3\n  fix: .*--skip-corrupt"):
@@ -297,8 +299,8 @@ def test_extraction_and_search_name_a_folder_that_is_not_writable(predictor, ima
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
     with pytest.raises(ConfigError, match=r"out\.npz"):
         extract(predictor, images, tmp_path / "out.npz")
-    with pytest.raises(ConfigError, match=r"(?s)images\.\w+\.npz.*--index"):
-        open_gallery(images, of=predictor)
+    with pytest.raises(ConfigError, match=r"(?s)a\.\w+\.npz.*--index"):
+        open_source(images, predictor, index=tmp_path / "a.index")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
 
 
@@ -318,10 +320,10 @@ def test_reading_a_truncated_or_incomplete_extraction_raises(predictor, images, 
     content = (tmp_path / "out.npz").read_bytes()
     (tmp_path / "cut.npz").write_bytes(content[:size])
     with pytest.raises(DataError, match="cut.npz"):
-        read_extraction(tmp_path / "cut.npz")
+        read_features(tmp_path / "cut.npz")
     np.savez(tmp_path / "other.npz", features=np.zeros((3, 2)))
     with pytest.raises(DataError, match="paths, pids"):
-        read_extraction(tmp_path / "other.npz")
+        read_features(tmp_path / "other.npz")
 
 
 def named_set(images, tmp_path):
@@ -341,30 +343,31 @@ def test_extraction_to_a_table_has_the_values_of_the_npz_file(predictor, images,
     listed = named_set(images, tmp_path)
     expected, _ = extract(predictor, listed, tmp_path / "out.npz")
     found, _ = extract(predictor, listed, tmp_path / f"out{suffix}")
-    assert found.path == tmp_path / f"out{suffix}" and np.array_equal(found.features, expected.features)
+    assert found.path == tmp_path / f"out{suffix}" and np.array_equal(found.matrix, expected.matrix)
     assert {path.name for path in tmp_path.glob("out*")} == {"out.npz", f"out{suffix}"}
     if suffix == ".csv":
         with found.path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
-        width = expected.features.shape[1]
+        width = expected.matrix.shape[1]
         features = np.array([[row[f"f{number}"] for number in range(width)] for row in rows], dtype=np.float32)
     else:
         table = pytest.importorskip("pyarrow.parquet").read_table(found.path)
         rows, metadata = table.to_pylist(), table.schema.metadata
         features = np.array([row["features"] for row in rows], dtype=np.float32)
         assert metadata[b"config_hash"].decode() == predictor.config_hash
-    assert np.array_equal(features, expected.features)
-    assert [row["path"] for row in rows] == expected.paths.tolist()
-    assert [row["pid"] for row in rows] == expected.pids.tolist()
-    assert [row["camid"] for row in rows] == expected.cameras.tolist() and {"gate", "café"} == set(expected.cameras)
-    assert [row["split"] for row in rows] == expected.split.tolist()
+    assert np.array_equal(features, expected.matrix)
+    assert [row["path"] for row in rows] == expected.images.paths.tolist()
+    assert [row["pid"] for row in rows] == expected.images.pids.tolist()
+    cameras = expected.images.cameras.tolist()
+    assert [row["camid"] for row in rows] == cameras and {"gate", "café"} == set(cameras)
+    assert [row["split"] for row in rows] == expected.images.split.tolist()
 
 
 def test_tables_of_a_folder_have_no_columns_for_identities_and_cameras(predictor, images, tmp_path):
     found, _ = extract(predictor, images, tmp_path / "out.csv")
     with found.path.open(newline="") as file:
         header = next(csv.reader(file))
-    assert header == ["path", *(f"f{number}" for number in range(found.features.shape[1]))]
+    assert header == ["path", *(f"f{number}" for number in range(found.matrix.shape[1]))]
 
 
 @pytest.fixture
@@ -380,7 +383,7 @@ def without_cameras(images, tmp_path):
 
 def test_extraction_without_cameras_has_unknown_cameras(predictor, without_cameras, tmp_path, capsys):
     found, _ = extract(predictor, without_cameras, tmp_path / "out.npz")
-    assert (found.camids == -1).all() and found.cameras is None and len(found.camids) == 11
+    assert (found.images.camids == -1).all() and found.images.cameras is None and len(found.images.camids) == 11
     extract(predictor, without_cameras, tmp_path / "out.csv")
     with (tmp_path / "out.csv").open(newline="") as file:
         assert next(csv.reader(file))[:4] == ["path", "pid", "split", "f0"]
@@ -424,18 +427,19 @@ def test_parquet_without_pyarrow_names_the_extra_before_the_extraction(predictor
     assert not list(tmp_path.glob("out*"))
 
 
-def test_search_in_a_folder_extracts_it_once(predictor, images, tmp_path, caplog):
+def test_search_in_a_large_folder_extracts_it_once(predictor, images, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(image_folder, "_IN_MEMORY_UP_TO", 0)
     query = sorted(images.rglob("[0-9].jpg"))[3]
     result = predictor.search(query, images, k=2)
-    assert result.paths[0, 0] == str(query)
+    assert result.images.paths[0, 0] == str(query)
     (features,) = tmp_path.glob("images.*.npz")
     written = features.stat().st_mtime_ns
-    assert predictor.search(query, images, k=1).paths[0, 0] == str(query)
+    assert predictor.search(query, images, k=1).images.paths[0, 0] == str(query)
     assert features.stat().st_mtime_ns == written
     shutil.copy(query, images / "a" / "new.jpg")
     (images / "a" / "bad.jpg").write_text("no image")
     (images / "a" / "link.jpg").symlink_to("link.jpg")
-    assert set(predictor.search(query, images, k=2).paths[0]) == {str(query), str(images / "a" / "new.jpg")}
+    assert set(predictor.search(query, images, k=2).images.paths[0]) == {str(query), str(images / "a" / "new.jpg")}
     assert "skipped 2 images of the gallery that cannot be read" in caplog.text
     assert "bad.jpg" in caplog.text and "link.jpg" in caplog.text
     written = features.stat().st_mtime_ns
@@ -443,25 +447,43 @@ def test_search_in_a_folder_extracts_it_once(predictor, images, tmp_path, caplog
     assert features.stat().st_mtime_ns == written
 
 
+def test_search_in_a_small_folder_writes_no_file(predictor, images, tmp_path, caplog):
+    before = sorted(tmp_path.rglob("*"))
+    query = sorted(images.rglob("[0-9].jpg"))[3]
+    (images / "a" / "bad.jpg").write_text("no image")
+    found = predictor.search(query, images, k=3)
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, images / "a" / "bad.jpg"])
+    assert "skipped 1 image of the gallery" in caplog.text and "bad.jpg" in caplog.text
+    stored, _ = extract(predictor, images, tmp_path / "out.npz", skip_corrupt=True)
+    expected = predictor.search(query, stored.path, k=3)
+    assert found.images.paths.tolist() == expected.images.paths.tolist()
+    assert found.rows.tolist() == expected.rows.tolist()
+    np.testing.assert_allclose(found.scores, expected.scores, atol=1e-5)
+    for path in images.rglob("*.jpg"):
+        path.write_text("no image")
+    with pytest.raises(DataError, match="none of the"):
+        predictor.search(torch.zeros(3, 64, 32, dtype=torch.uint8), images)
+
+
 def test_search_in_a_folder_next_to_which_nothing_can_be_written_names_the_flag(predictor, images, monkeypatch):
     def fail(*args, **kwargs):
         raise WriteError("images.npz cannot be written: Read-only file system")
 
-    monkeypatch.setattr("fastamp.inference.extract.extract", fail)
+    monkeypatch.setattr(image_folder, "_IN_MEMORY_UP_TO", 0)
+    monkeypatch.setattr("fastamp.inference.predictor.extract", fail)
     with pytest.raises(WriteError, match="--index"):
         predictor.search(next(images.rglob("*.jpg")), images)
 
 
 def test_search_in_a_folder_overwrites_no_other_file(predictor, images, tmp_path):
     index = tmp_path / "gallery.index"
-    foreign = tmp_path / "gallery.npz"
+    foreign, cache = tmp_path / "gallery.npz", tmp_path / f"gallery.{predictor.config_hash}.npz"
     np.savez(foreign, mine=np.arange(3))
     content = foreign.read_bytes()
     for _ in range(2):
-        assert open_gallery(images, of=predictor, index=index).path == index
+        assert open_source(images, predictor, index=index).path == cache
     assert foreign.read_bytes() == content
-    cache = tmp_path / f"gallery.{predictor.config_hash}.npz"
-    assert {path.name for path in tmp_path.glob("gallery*")} == {foreign.name, cache.name, index.name}
+    assert {path.name for path in tmp_path.glob("gallery*")} == {foreign.name, cache.name}
     shutil.copytree(images, tmp_path / "other")
     extract(predictor, tmp_path / "other", tmp_path / "other.npz")
     extract(predictor, "Demo", tmp_path / "demo.npz")
@@ -476,18 +498,18 @@ def test_search_in_a_folder_overwrites_no_other_file(predictor, images, tmp_path
         for path, options in ((cache, {"index": index}), (tmp_path / f"images.{predictor.config_hash}.npz", {})):
             content = shutil.copy(tmp_path / name, path).read_bytes()
             with pytest.raises(ConfigError, match=rf"(?s){path.name}.*{cause}.*fix:"):
-                open_gallery(images, of=predictor, **options)
+                open_source(images, predictor, **options)
             assert path.read_bytes() == content
     cache.unlink()
     cache.symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=rf"{cache.name}.*No such file"):
-        open_gallery(images, of=predictor, index=index)
+        open_source(images, predictor, index=index)
 
 
 def test_search_returns_the_camera_names_of_the_gallery(predictor, images, tmp_path):
     extraction, _ = extract(predictor, named_set(images, tmp_path), tmp_path / "out.npz")
-    result = predictor.search(extraction.paths[0], extraction.path, k=3)
-    assert set(result.cameras[0]) <= {"gate", "café"} and set(result.pids[0]) <= {"ann", "bob"}
+    result = predictor.search(extraction.images.paths[0], extraction.path, k=3)
+    assert set(result.images.cameras[0]) <= {"gate", "café"} and set(result.images.pids[0]) <= {"ann", "bob"}
 
 
 def columns_file(folder, *, rows=12):
@@ -508,19 +530,19 @@ def test_columns_of_a_dataset_are_in_extraction_index_table_and_search(
 ):
     file = columns_file(tmp_path)
     found, _ = extract(predictor, file, tmp_path / "animals.npz")
-    assert list(found.columns) == ["species", "age", "date", "marks", "notes"]
-    assert found.columns["species"].tolist()[:4] == ["lion", "zebra", "", "lion"]
-    assert found.columns["age"].dtype == np.float64 and found.columns["marks"].shape == (12, 2)
-    assert found.columns["notes"].tolist()[:2] == ["", '["a", "b"]']
-    result = predictor.search([found.paths[0]], tmp_path / "animals.npz", 12)
-    assert np.array_equal(result.columns["age"], found.columns["age"][result.rows])
+    assert list(found.images.further) == ["species", "age", "date", "marks", "notes"]
+    assert found.images.further["species"].tolist()[:4] == ["lion", "zebra", "", "lion"]
+    assert found.images.further["age"].dtype == np.float64 and found.images.further["marks"].shape == (12, 2)
+    assert found.images.further["notes"].tolist()[:2] == ["", '["a", "b"]']
+    result = predictor.search([found.images.paths[0]], tmp_path / "animals.npz", 12)
+    assert np.array_equal(result.images.further["age"], found.images.further["age"][result.rows])
 
     extract(predictor, file, tmp_path / "animals_table.csv")
     with (tmp_path / "animals_table.csv").open() as table:
         row = next(csv.DictReader(table))
     assert row["species"] == "lion" and row["date"] == "2021-05-01" and "marks" not in row
 
-    run = [str(checkpoint), str(found.paths[0]), "--gallery", str(tmp_path / "animals.npz"), "--top", "12"]
+    run = [str(checkpoint), str(found.images.paths[0]), "--gallery", str(tmp_path / "animals.npz"), "--top", "12"]
     arguments = ["search", *run, "--device", "cpu"]
     assert main([*arguments, "--group-by", "species", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)[0]["found"]
@@ -540,7 +562,7 @@ def test_search_shows_missing_values_as_unknown(predictor, checkpoint, tmp_path,
     file, out = tmp_path / "missing.csv", tmp_path / "missing.npz"
     file.write_text("\n".join(["path,pid,split,species,age,weight,change", *lines]))
     found, _ = extract(predictor, file, out)
-    run = ["search", str(checkpoint), str(found.paths[0]), "--gallery", str(out), "--device", "cpu"]
+    run = ["search", str(checkpoint), str(found.images.paths[0]), "--gallery", str(out), "--device", "cpu"]
     assert main([*run, "--json"]) == 0
     rows = {row["pid"]: row for row in json.loads(capsys.readouterr().out)[0]["found"]}
     shown = [[rows[pid][name] for name in ("species", "age", "weight", "change")] for pid in range(4)]

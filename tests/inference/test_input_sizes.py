@@ -54,7 +54,7 @@ def test_inference_with_a_model_trained_on_crops_uses_center_crops(demo, cropped
     assert torch.equal(predictor.features(batch["img_paths"]), expected)
     assert torch.equal(predictor.features([read_image(path) for path in batch["img_paths"]]), expected)
     found, _ = extract(predictor, "Demo", tmp_path / "demo.npz")
-    assert np.array_equal(found.features[:8], expected.numpy())
+    assert np.array_equal(found.matrix[:8], expected.numpy())
     report = export(predictor, tmp_path / "model.pt2", data="Demo", max_images=0)
     assert report.metadata["input_size"] == [48, 24] and report.expected_map == pytest.approx(
         report.found_map, abs=0.01

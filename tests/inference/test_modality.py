@@ -88,14 +88,15 @@ def test_extraction_uses_the_column_of_a_csv_file(predictor, folder, tmp_path):
     (tmp_path / "list.csv").write_text("\n".join(["path,pid,modality", *rows]))
     extraction, _ = extract(predictor, tmp_path / "list.csv", tmp_path / "out.npz", num_workers=0)
     torch.testing.assert_close(
-        torch.from_numpy(np.array(extraction.features)), predictor(IMAGES, modality=WORDS), rtol=1e-4, atol=1e-4
+        torch.from_numpy(np.array(extraction.matrix)), predictor(IMAGES, modality=WORDS), rtol=1e-4, atol=1e-4
     )
     with pytest.raises(ConfigError, match="'modality'(.|\n)*MODEL.BACKBONE.MODALITY"):
         extract(predictor, folder, tmp_path / "other.npz", num_workers=0)
 
 
 @pytest.mark.integration
-def test_search_of_a_visible_folder_by_an_infrared_image(checkpoint, folder, capsys):
+def test_search_of_a_visible_folder_by_an_infrared_image(checkpoint, folder, capsys, monkeypatch):
+    monkeypatch.setattr("fastamp.inference.image_folder._IN_MEMORY_UP_TO", 0)
     query = str(folder / "0.png")
     command = ["search", str(checkpoint), query, "--gallery", str(folder), "--device", "cpu", "--json"]
     assert main([*command, "--modality", "infrared", KEY, "visible"]) == 0

@@ -18,12 +18,11 @@ import fastamp
 from fastamp.data import decode
 from fastamp.inference.export import export
 from fastamp.inference.export.tflite_format import VARIABLE
-from fastamp.inference.gallery import create_or_open
-from fastamp.inference.gallery_source import gallery_model
 from fastamp.inference.runtime import ExportedModel
 from fastamp.inference.sessions import open_tflite
 from fastamp.integrations import BoxmotReID, UltralyticsReID
 from fastamp.retrieval.gallery_store import Item
+from fastamp.retrieval.mutable_gallery import create_or_open
 from fastamp.utils.errors import ConfigError, DataError
 
 
@@ -164,12 +163,12 @@ def test_preprocess_equals_that_of_the_predictor(exported, predictor):
 def test_comparison_and_search_equal_those_of_the_checkpoint(exported, predictor, tmp_path):
     queries = images()
     assert exported.compare(*queries[:2]).score == pytest.approx(predictor.compare(*queries[:2]).score, abs=1e-4)
-    with create_or_open(tmp_path / "a.gallery", gallery_model(predictor)) as gallery:
+    with create_or_open(tmp_path / "a.gallery", predictor.model_id) as gallery:
         gallery.add([Item(str(number)) for number in range(4)], predictor.features(queries))
         found, expected = (model.search(queries, gallery, 3) for model in (exported, predictor))
     np.testing.assert_array_equal(found.rows, expected.rows)
     np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
-    assert found.known is None and found.probabilities is None
+    assert found.decision is None
     with pytest.raises(ConfigError, match="camids"):
         exported.compare(*queries[:2], camids=[0, 1])
     with pytest.raises(ConfigError, match="attributes"):
@@ -207,11 +206,11 @@ def test_calibration_and_hash_in_the_file(predictor, tmp_path, monkeypatch, metr
     expected, compared = found.compare(*images()[:2]), model.compare(*images()[:2])
     assert compared.decision == expected.decision
     assert compared.probability == pytest.approx(expected.probability, abs=0.01)
-    with create_or_open(tmp_path / "a.gallery", gallery_model(model)) as gallery:
+    with create_or_open(tmp_path / "a.gallery", model.model_id) as gallery:
         gallery.add([Item(str(number)) for number in range(4)], model.features(images()))
         result = model.search(images()[0], gallery, 2, conditions=None)
-    assert result.known.tolist() == [True] and result.searched == 4
-    np.testing.assert_allclose(result.probabilities, calibration.probability(result.scores))
+    assert result.decision.known.tolist() == [True] and result.searched == 4
+    np.testing.assert_allclose(result.decision.probabilities, calibration.probability(result.scores))
 
 
 def test_other_suffix_is_an_error(tmp_path):

@@ -470,12 +470,12 @@ def joint(tmp_path_factory):
 @pytest.mark.integration
 def test_extraction_has_the_features_and_the_probabilities_of_the_predictor(joint):
     predictor, extraction, folder = joint
-    paths = extraction.paths.tolist()
-    np.testing.assert_allclose(extraction.features, predictor.features(paths).numpy(), rtol=1e-5, atol=1e-6)
+    paths = extraction.images.paths.tolist()
+    np.testing.assert_allclose(extraction.matrix, predictor.features(paths).numpy(), rtol=1e-5, atol=1e-6)
     for name in predictor.attribute_names:
         expected = [attribute[name] for attribute in predictor.attributes(paths)]
-        np.testing.assert_allclose(extraction.columns[f"probability.{name}"], expected, rtol=1e-5, atol=1e-6)
-    assert extraction.columns["hat"].dtype.kind == "i"  # the label of the dataset
+        np.testing.assert_allclose(extraction.images.further[f"probability.{name}"], expected, rtol=1e-5, atol=1e-6)
+    assert extraction.images.further["hat"].dtype.kind == "i"  # the label of the dataset
     assert main(["extract", str(folder / "run"), str(folder / "table.csv"), "-o", str(folder / "all.csv")]) == 0
     header = (folder / "all.csv").read_text().partition("\n")[0].split(",")
     assert {"color", "hat", "probability.color=red", "probability.hat", "f511"} <= {*header}
@@ -494,23 +494,24 @@ def test_extraction_of_a_model_with_other_attributes_is_not_resumed(joint):
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", ["flat", "ivf", "hnsw"])
 def test_search_compares_only_with_the_images_with_the_attributes(joint, kind):
-    from fastamp.inference.index import build_index
+    from fastamp.retrieval.open_gallery import with_index
+    from fastamp.retrieval.search import rows_with_attributes, search, search_attributes
 
     _, extraction, folder = joint
-    index = build_index(extraction, folder / f"{kind}.index", kind=kind)
-    probabilities = extraction.columns["probability.color=red"]
+    opened = with_index(extraction, folder / f"{kind}.index", kind)
+    probabilities = extraction.images.further["probability.color=red"]
     threshold = float(np.sort(probabilities)[-4])
-    rows = index.rows_with_attributes("red", threshold)
+    rows = rows_with_attributes("red", opened, threshold)
     assert sorted(rows) == np.flatnonzero(probabilities >= threshold).tolist()
-    found = index.search(extraction.features[:2], 10, rows=rows)
-    everything = index.search(extraction.features[:2], len(extraction.paths), exact=True)
+    found = search(extraction.matrix[:2], opened, 10, where=rows)
+    everything = search(extraction.matrix[:2], opened, len(extraction), exact=True)
     expected = [[row for row in neighbors if row in rows] for neighbors in everything.rows.tolist()]
     assert found.rows.tolist() == expected
-    ranked = index.search_attributes("red, hat", 3)
-    product = probabilities.astype(float) * extraction.columns["probability.hat"]
+    ranked = search_attributes("red, hat", opened, 3)
+    product = probabilities.astype(float) * extraction.images.further["probability.hat"]
     assert ranked.rows[0].tolist() == np.argsort(-product, kind="stable")[:3].tolist()
     with pytest.raises(ConfigError, match="k=0"):
-        index.search_attributes("red", 0)
+        search_attributes("red", opened, 0)
 
 
 @pytest.mark.integration

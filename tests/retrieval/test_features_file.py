@@ -1,18 +1,16 @@
-"""Tests of damaged, unsupported and inconsistent extractions and indices, which must raise only DataError."""
+"""Tests of damaged, unsupported and inconsistent files of features, which must raise only DataError."""
 
 import io
 import zipfile
 from pathlib import Path
 
 import evaluate_features
-import faiss
 import numpy as np
 import pytest
 
-from fastamp.inference.index import load_index
-from fastamp.retrieval import features_file
-from fastamp.retrieval.features_file import read_extraction, write_arrays
-from fastamp.utils.choices import INDEX_KINDS
+from fastamp.retrieval import npz
+from fastamp.retrieval.features_file import read_features
+from fastamp.retrieval.npz import write_arrays
 from fastamp.utils.errors import DataError
 
 FILES = Path(__file__).parents[1] / "reference/saved_gallery"
@@ -75,7 +73,7 @@ def test_reading_damaged_or_unsupported_extraction_archives_raises(tmp_path, inp
     path = tmp_path / "bad.npz"
     path.write_bytes(DAMAGED[name])
     with pytest.raises(DataError, match=r"bad\.npz(.|\n)*fastamp extract"):
-        read_extraction(path)
+        read_features(path)
     assert "bad.npz" in input_error(evaluate_features.cli, [str(path), "MODEL.DEVICE", "cpu"])
 
 
@@ -85,13 +83,13 @@ def test_compressed_extractions_load_unless_they_are_damaged(tmp_path, method):
     with zipfile.ZipFile(FILES / "gallery.npz") as source, zipfile.ZipFile(path, "w", method) as archive:
         for name in source.namelist():
             archive.writestr(name, source.read(name))
-    assert np.array_equal(read_extraction(path).features, read_extraction(FILES / "gallery.npz").features)
+    assert np.array_equal(read_features(path).matrix, read_features(FILES / "gallery.npz").matrix)
     content = path.read_bytes()
     refused = 0
     for place in range(40, 400, 9):
         path.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
         try:
-            read_extraction(path)
+            read_features(path)
         except DataError:
             refused += 1
     assert refused > 20
@@ -103,7 +101,7 @@ def test_reading_an_extraction_with_a_flipped_bit_raises_only_data_error(tmp_pat
     for place in range(0, len(GALLERY), 11):
         path.write_bytes(GALLERY[:place] + bytes([GALLERY[place] ^ 1 << place // 11 % 8]) + GALLERY[place + 1 :])
         try:
-            read_extraction(path)
+            read_features(path)
         except DataError as error:
             refused += 1
             assert str(path) in str(error)
@@ -123,24 +121,24 @@ def test_array_whose_header_shape_contradicts_its_size_raises(tmp_path, width, c
         archive.writestr("features.npy", stream.getvalue(), compress_type=method)
         archive.writestr("more.npy", b"x" * 1000)
     expected = pytest.raises(DataError, match=rf"features.*\(5, {width}\).*160 bytes")
-    with expected, features_file.open_arrays(tmp_path / "a.npz", "extraction", fix="none") as archive:
-        features_file.map_array(archive, "features")
+    with expected, npz.open_arrays(tmp_path / "a.npz", "extraction", fix="none") as archive:
+        npz.map_array(archive, "features")
 
 
 @pytest.mark.parametrize("error", [AttributeError, NameError, AssertionError])
 def test_programming_errors_while_reading_are_not_reported_as_damaged_files(error):
-    with pytest.raises(error), features_file.open_arrays(FILES / "gallery.npz", "extraction", fix="none"):
+    with pytest.raises(error), npz.open_arrays(FILES / "gallery.npz", "extraction", fix="none"):
         raise error
 
 
 def test_extraction_larger_than_memory_raises(tmp_path, monkeypatch):
     path = tmp_path / "bomb.npz"
     np.savez_compressed(path, **arrays_of(FILES / "gallery.npz") | {"features": np.zeros((30, 10_000), np.float32)})
-    assert read_extraction(path).features.shape == (30, 10_000)
-    monkeypatch.setattr(features_file, "available_memory", lambda: 10**6)
+    assert read_features(path).matrix.shape == (30, 10_000)
+    monkeypatch.setattr(npz, "available_memory", lambda: 10**6)
     with pytest.raises(DataError, match=r"bomb\.npz"):
-        read_extraction(path)
-    read_extraction(FILES / "gallery.npz")  # memory-mapped, so not limited
+        read_features(path)
+    read_features(FILES / "gallery.npz")  # memory-mapped, so not limited
 
 
 WRONG = {
@@ -161,6 +159,7 @@ WRONG = {
     "boxes of three numbers": ({"boxes": np.zeros((30, 3), int)}, "boxes"),
     "many hashes": ({"config_hash": np.array(["a", "b"])}, "config_hash"),
     "a metric that is a number": ({"metric": np.array(1)}, "metric"),
+    "an unknown metric": ({"metric": np.array("other")}, "metric.*'other'"),
 }
 
 
@@ -169,79 +168,12 @@ def test_extraction_columns_of_wrong_shape_or_dtype_raise(tmp_path, name):
     changes, message = WRONG[name]
     path = write(tmp_path / "wrong.npz", arrays_of(FILES / "gallery.npz") | changes)
     with pytest.raises(DataError, match=rf"wrong\.npz.*({message})"):
-        read_extraction(path)
+        read_features(path)
 
 
-def rebuilt(path, index, **changes):
-    """Write an index file with the faiss data of ``index`` and the metadata of the flat index, with ``changes``."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(FILES / "flat.index") as archive:
-        meta = {name.removesuffix(".npy"): features_file.read_array(archive, name[:-4]) for name in archive.namelist()}
-    with zipfile.ZipFile(index) as archive:
-        size, crc = (features_file.read_array(archive, name) for name in ("size", "crc"))
-    file.write(index.read_bytes()[: int(size)])
-    write_arrays(file, meta | {"size": size, "crc": crc} | changes)
-    path.write_bytes(file.getvalue())
-    return path
-
-
-def test_index_file_with_matching_metadata_loads(tmp_path):
-    """Negative control for test_index_file_with_mismatching_metadata_raises."""
-    for kind in INDEX_KINDS:
-        assert len(load_index(rebuilt(tmp_path / "a.index", FILES / f"{kind}.index", kind=np.array(kind)))) == 30
-
-
-@pytest.mark.parametrize(
-    "kind, changes, message",
-    [
-        ("ivf", {}, "kind 'flat'(.|\n)*IndexIVFFlat"),
-        ("flat", {"kind": np.array("hnsw")}, "kind 'hnsw'(.|\n)*IndexFlat"),
-        ("flat", {"kind": np.array("other")}, "kind 'other'"),
-        ("flat", {"metric": np.array("euclidean")}, "metric 'euclidean'"),
-        ("flat", {"metric": np.array("other")}, "metric 'other'"),
-        ("flat", {"paths": np.array(["a"] * 29)}, "paths"),
-        ("flat", {"pids": np.zeros(31, int)}, "pids"),
-        ("flat", {"camids": np.zeros((30, 2), int)}, "camids"),
-        ("flat", {"boxes": np.zeros((29, 4), int)}, "boxes"),
-        ("flat", {"size": np.array([1, 2])}, "size"),
-        ("flat", {"crc": np.array("a")}, "crc"),
-        ("flat", {"size": np.array(2**62)}, "checksum"),
-        ("flat", {"size": np.array(-1)}, "damaged"),
-        ("flat", {"fingerprint": np.array(3)}, "fingerprint"),
-        ("flat", {"config_hash": np.zeros(3)}, "config_hash"),
-    ],
-)
-def test_index_file_with_mismatching_metadata_raises(tmp_path, kind, changes, message):
-    path = rebuilt(tmp_path / "mixed.index", FILES / f"{kind}.index", **changes)
-    with pytest.raises(DataError, match=rf"mixed\.index(.|\n)*{message}"):
-        load_index(path)
-
-
-def test_extraction_or_index_of_a_later_format_raises(tmp_path):
-    for name in ("gallery.npz", "flat.index"):
-        with zipfile.ZipFile(FILES / name) as archive:
-            assert features_file.read_array(archive, "fastamp_format") == 1
-    later = {"fastamp_format": np.array(2)}
-    path = write(tmp_path / "later.npz", arrays_of(FILES / "gallery.npz") | later)
+def test_extraction_of_a_later_format_raises(tmp_path):
+    with zipfile.ZipFile(FILES / "gallery.npz") as archive:
+        assert npz.read_array(archive, "fastamp_format") == 1
+    path = write(tmp_path / "later.npz", arrays_of(FILES / "gallery.npz") | {"fastamp_format": np.array(2)})
     with pytest.raises(DataError, match=r"later\.npz .*'2'"):
-        read_extraction(path)
-    path = rebuilt(tmp_path / "later.index", FILES / "flat.index", **later)
-    with pytest.raises(DataError, match=r"later\.index .*'2'"):
-        load_index(path)
-
-
-def test_index_file_with_unsupported_kind_of_faiss_index_raises(tmp_path):
-    """The file has valid metadata, but a faiss index of an unsupported kind."""
-    path = tmp_path / "pq.index"
-    index = faiss.IndexScalarQuantizer(16, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
-    index.train(np.random.default_rng(0).random((30, 16), dtype=np.float32))
-    index.add(np.random.default_rng(0).random((30, 16), dtype=np.float32))
-    faiss.write_index(index, str(path))
-    content = path.read_bytes()
-    size, crc = np.array(len(content)), np.array(zipfile.crc32(content))
-    file = rebuilt(tmp_path / "meta.index", FILES / "flat.index", size=size, crc=crc).read_bytes()
-    with zipfile.ZipFile(FILES / "flat.index") as archive:
-        first = int(features_file.read_array(archive, "size"))
-    path.write_bytes(content + file[first:])
-    with pytest.raises(DataError, match=r"pq\.index"):
-        load_index(path)
+        read_features(path)

@@ -4,16 +4,20 @@ import itertools
 import shutil
 import sqlite3
 import struct
+import zipfile
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from fuzz import bounded
 
-from fastamp.inference.gallery import MutableGallery
-from fastamp.inference.index import open_gallery
 from fastamp.retrieval.candidates import Candidates
-from fastamp.retrieval.gallery_store import DATABASE_FILE, GalleryModel, Item
+from fastamp.retrieval.features import ModelId
+from fastamp.retrieval.gallery_store import DATABASE_FILE, Item
+from fastamp.retrieval.mutable_gallery import MutableGallery
+from fastamp.retrieval.npz import read_array, write_arrays
+from fastamp.retrieval.open_gallery import open_gallery
 from fastamp.utils.errors import DataError
 
 WIDTH = 4
@@ -58,7 +62,7 @@ HOSTILE = {
 
 @pytest.fixture
 def gallery(tmp_path):
-    with MutableGallery(tmp_path / "a.gallery", GalleryModel(WIDTH, "cosine", "hash", "model.pth")) as gallery:
+    with MutableGallery(tmp_path / "a.gallery", ModelId(WIDTH, "cosine", "hash", "model.pth")) as gallery:
         gallery.add([Item("a"), Item("b", picture=b"jpeg")], np.eye(2, WIDTH, dtype=np.float32))
     return tmp_path / "a.gallery"
 
@@ -129,17 +133,22 @@ def test_pages_that_are_linked_in_a_circle_are_an_error(gallery):
 
 
 def test_hostile_candidates_are_not_used(tmp_path, subtests):
+    model = ModelId(8, "cosine", "hash", "model.pth")
+    names = ["built", "effort", "recall", "numbers", "fingerprint", "size", "crc"]
     values = [np.array("x"), np.zeros((2, 2)), np.array(-5), np.array(np.nan), np.zeros(0)]
-    for name, value in itertools.product(["built", "probed", "recall", "numbers", "token", "index"], values):
+    for name, value in itertools.product(names, values):
         with subtests.test(name=name, value=value):
-            candidates = Candidates.train(np.eye(200, 8, dtype=np.float32), 200)
+            candidates = Candidates.train(np.eye(200, 8, dtype=np.float32), 200, model)
             candidates.add(list(range(200)), np.eye(200, 8, dtype=np.float32))
-            candidates.choose(1, 0.99)
+            candidates.index.effort, candidates.index.recall = 1, 0.99
             candidates.write(tmp_path / "candidates.index", "token")
-            assert Candidates.read(tmp_path / "candidates.index", "token", 8).built == 200
-            assert Candidates.read(tmp_path / "candidates.index", "token", 16) is None
-            with np.load(tmp_path / "candidates.index") as archive:
-                arrays = dict(archive) | {name: value}
+            assert Candidates.read(tmp_path / "candidates.index", "token", model).built == 200
+            assert Candidates.read(tmp_path / "candidates.index", "token", replace(model, width=16)) is None
+            content = (tmp_path / "candidates.index").read_bytes()
+            with zipfile.ZipFile(tmp_path / "candidates.index") as archive:
+                arrays = {entry.removesuffix(".npy"): read_array(archive, entry[:-4]) for entry in archive.namelist()}
+            size, arrays = int(arrays["size"]), arrays | {name: value}
             with (tmp_path / "candidates.index").open("wb") as file:
-                np.savez(file, **arrays)
-            assert Candidates.read(tmp_path / "candidates.index", "token", 8) is None
+                file.write(content[:size])
+                write_arrays(file, arrays)
+            assert Candidates.read(tmp_path / "candidates.index", "token", model) is None

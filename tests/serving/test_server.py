@@ -17,8 +17,8 @@ from preloaded import Run
 
 from fastamp import Predictor
 from fastamp.data.build import build_dataset
-from fastamp.inference.gallery import MutableGallery
 from fastamp.inference.gallery_source import add_images
+from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.serving.options import Limits
 
 httpx = pytest.importorskip("httpx")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastamp.layers.distance import FeatureDistances
-from fastamp.retrieval.features_file import Extraction
+from fastamp.retrieval.features import Features, ImageColumns, ModelId
 from fastamp.utils.errors import ConfigError, DataError
 
 
@@ -19,17 +19,14 @@ def member(seed, *, width=8, count=20, order=None):
     pids = np.arange(count) % 5
     features = generator.normal(size=(5, width))[pids] + generator.normal(size=(count, width))
     order = np.arange(count) if order is None else order
-    return Extraction(
-        path=Path(f"{seed}.npz"),
-        features=features.astype(np.float32)[order],
-        paths=np.array([f"{number}.jpg" for number in range(count)])[order],
-        pids=pids[order],
-        camids=(np.arange(count) % 2)[order],
-        config_hash="",
-        checkpoint="",
-        metric="cosine",
-        split=np.where(np.arange(count) < 6, "query", "gallery")[order],
+    images = ImageColumns(
+        paths=np.array([f"{number}.jpg" for number in range(count)]),
+        pids=pids,
+        camids=np.arange(count) % 2,
+        split=np.where(np.arange(count) < 6, "query", "gallery"),
     )
+    matrix, model = features.astype(np.float32)[order], ModelId(width, "cosine", "", "")
+    return Features(Path(f"{seed}.npz"), matrix, images.take(order), model)
 
 
 def distances(features, metric):
@@ -42,9 +39,9 @@ def test_distances_of_the_ensemble_are_the_weighted_mean(tmp_path, metric):
     members = [member(0), member(1, width=5, order=np.random.default_rng(2).permutation(20))]
     ensemble.write_ensemble(members, [3.0, 1.0], tmp_path / "out.npz", metric=metric)
     both = np.load(tmp_path / "out.npz")
-    assert both["features"].shape == (20, 13) and both["paths"].tolist() == members[0].paths.tolist()
-    second = members[1].features[np.argsort([int(path[:-4]) for path in members[1].paths])]
-    parts = [distances(members[0].features, metric), distances(second, metric)]
+    assert both["features"].shape == (20, 13) and both["paths"].tolist() == members[0].images.paths.tolist()
+    second = members[1].matrix[np.argsort([int(path[:-4]) for path in members[1].images.paths])]
+    parts = [distances(members[0].matrix, metric), distances(second, metric)]
     expected = 3 * parts[0] + parts[1]
     if metric == "cosine":
         expected = expected / 4
@@ -55,13 +52,13 @@ def test_files_of_other_images_or_identities_are_data_errors(tmp_path):
     first = member(0)
     with pytest.raises(DataError, match=r"\b20 images, 1 .* 19\.jpg"):
         other = member(1)
-        other.paths[19] = "x.jpg"
+        other.images.paths[19] = "x.jpg"
         ensemble.rows_of(first, other)
     with pytest.raises(DataError, match=r"\b20 and 10\b|\b10 and 20\b"):
         ensemble.rows_of(member(0, count=10), first)
     with pytest.raises(DataError, match=r"pids .*1\.npz.*0\.npz"):
         other = member(1)
-        other.pids[3] += 1
+        other.images.pids[3] += 1
         ensemble.rows_of(first, other)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastamp.retrieval.features_file import write_arrays
+from fastamp.retrieval.npz import write_arrays
 
 pytestmark = pytest.mark.integration
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from command import load_script
 
-from fastamp.inference.gallery import MutableGallery
-from fastamp.retrieval.gallery_store import GalleryModel
+from fastamp.retrieval.features import ModelId
+from fastamp.retrieval.mutable_gallery import MutableGallery
 
 pytest.importorskip("starlette")
 pytest.importorskip("python_multipart")
@@ -41,7 +41,7 @@ def test_broken_forms_and_too_many_files_have_status_400(scope, body):
 def test_errors_of_the_gallery_have_the_status_of_the_service(tmp_path):
     folder, feature = tmp_path / "a.gallery", np.ones((1, 4), np.float32)
     gallery = object.__new__(MODULE.Gallery)
-    with MutableGallery(folder, GalleryModel(4, "cosine", "0" * 64, "a.pth")) as gallery._gallery:
+    with MutableGallery(folder, ModelId(4, "cosine", "0" * 64, "a.pth")) as gallery._gallery:
         assert gallery.add(["a"], feature) == ({"added": 1}, 200)
         assert gallery.add(["a"], feature)[1] == 422
         assert gallery.search(feature, 1) == ({"found": [[{"id": "a", "score": pytest.approx(1)}]]}, 200)

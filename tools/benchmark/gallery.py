@@ -20,10 +20,13 @@ from search import Images
 from tabulate import tabulate
 
 from fastamp.diagnostics.environment import inspect_environment
-from fastamp.inference.gallery import MutableGallery
-from fastamp.inference.index import build_index
-from fastamp.retrieval.features_file import read_extraction, write_arrays
-from fastamp.retrieval.gallery_store import GalleryModel, Item
+from fastamp.retrieval.features import ModelId
+from fastamp.retrieval.features_file import read_features
+from fastamp.retrieval.gallery_store import Item
+from fastamp.retrieval.mutable_gallery import MutableGallery
+from fastamp.retrieval.npz import write_arrays
+from fastamp.retrieval.open_gallery import with_index
+from fastamp.retrieval.search import search
 
 SINGLE, BATCH, CHANGES = 30, 64, 50
 
@@ -58,7 +61,7 @@ def main() -> None:
     queries = images.of(np.arange(BATCH))
     with TemporaryDirectory() as name:
         folder = Path(name)
-        gallery = MutableGallery(folder / "a.gallery", GalleryModel(args.width, "cosine", "hash", "model.pth"))
+        gallery = MutableGallery(folder / "a.gallery", ModelId(args.width, "cosine", "hash", "model.pth"))
 
         def add_all() -> None:
             for start in range(0, args.count, args.batch):
@@ -78,14 +81,14 @@ def main() -> None:
         print(f"open: {seconds(lambda: MutableGallery(folder / 'a.gallery')):.1f} s")
         write_extraction(folder / "a.npz", features)
         indices = {
-            "index file, flat": build_index(read_extraction(folder / "a.npz"), folder / "flat.index", kind="flat"),
+            "features file, flat": with_index(read_features(folder / "a.npz"), folder / "a.index", "flat"),
             "gallery, exact": gallery,
         }
         compare(indices, queries)
         print(f"build candidates: {seconds(gallery.build_candidates):.1f} s")
         if gallery.recall is not None:
             print(f"measured recall: {gallery.recall:.3f}")
-            compare({"index file, default kind": build_index(read_extraction(folder / "a.npz"), folder / "b.index"),
+            compare({"features file, default kind": with_index(read_features(folder / "a.npz"), folder / "a.index"),
                      "gallery, approximate": gallery}, queries)  # fmt: skip
 
 
@@ -95,13 +98,13 @@ def compare(indices: dict, queries: np.ndarray) -> None:
     many: dict[str, list[float]] = {name: [] for name in indices}
     for number in range(SINGLE):
         for name, index in indices.items():
-            single[name].append(seconds(lambda i=index, n=number: i.search(queries[n : n + 1], 10)))
+            single[name].append(seconds(lambda i=index, n=number: search(queries[n : n + 1], i, 10)))
     for _ in range(5):
         for name, index in indices.items():
-            many[name].append(seconds(lambda i=index: i.search(queries, 10)))
+            many[name].append(seconds(lambda i=index: search(queries, i, 10)))
     rows = []
     for name, index in indices.items():
-        approximate, exact = index.search(queries, 10).rows, index.search(queries, 10, exact=True).rows
+        approximate, exact = search(queries, index, 10).rows, search(queries, index, 10, exact=True).rows
         recall = np.mean([len({*a} & {*b}) / 10 for a, b in zip(approximate.tolist(), exact.tolist(), strict=True)])
         times = [1000 * statistics.median(timings[name]) for timings in (single, many)]
         rows.append([name, recall, times[0], times[1] / len(queries)])

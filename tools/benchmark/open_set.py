@@ -17,7 +17,7 @@ from tabulate import tabulate
 from fastamp.evaluation import Identities
 from fastamp.evaluation.error_rates import ErrorRate, difference_interval
 from fastamp.evaluation.thresholds import calibrate
-from fastamp.retrieval.features_file import read_extraction
+from fastamp.retrieval.features_file import read_features
 
 RATES = ("far", "frr", "fpir")
 
@@ -33,14 +33,14 @@ def main() -> None:
     parser.add_argument("--fpir", type=float, default=0.05, help="false-positive identification rate (%(default)s)")
     parser.add_argument("--splits", type=int, default=20, help="number of splits (default: %(default)s)")
     args = parser.parse_args()
-    extraction = read_extraction(args.extraction)
-    _, pids = np.unique(extraction.pids, return_inverse=True)
-    ids = torch.from_numpy(pids.reshape(-1)), torch.from_numpy(np.array(extraction.camids, dtype=np.int64))
+    extraction = read_features(args.extraction)
+    _, pids = np.unique(extraction.images.pids, return_inverse=True)
+    ids = torch.from_numpy(pids.reshape(-1)), torch.from_numpy(np.array(extraction.images.camids, dtype=np.int64))
     calibrations = [
         calibrate(
-            torch.from_numpy(np.array(extraction.features)),
+            torch.from_numpy(np.array(extraction.matrix)),
             Identities(ids[0], ids[0], ids[1], ids[1]),
-            metric=extraction.metric,
+            metric=extraction.model.metric,
             seed=seed,
             **{name: getattr(args, name) for name in RATES},
         )

@@ -22,8 +22,10 @@ import torch
 from tabulate import tabulate
 
 from fastamp.diagnostics.environment import inspect_environment
-from fastamp.inference.index import build_index, load_index
-from fastamp.retrieval.features_file import read_extraction, write_arrays
+from fastamp.retrieval.features_file import read_features
+from fastamp.retrieval.npz import write_arrays
+from fastamp.retrieval.open_gallery import with_index
+from fastamp.retrieval.search import search as search_gallery
 from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.env import peak_memory_mb
 
@@ -86,11 +88,11 @@ def anonymous_mb() -> float:
 
 def build(folder: Path, kind: str) -> dict[str, float]:
     """Build an index of one kind in this process; return times and sizes."""
-    extraction = read_extraction(folder / "gallery.npz")
+    features = read_features(folder / "gallery.npz")
     start, busy = time.perf_counter(), time.process_time()
-    build_index(extraction, folder / f"{kind}.index", kind=kind)
+    with_index(features, folder / f"{kind}.index", kind)
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
-    size = (folder / f"{kind}.index").stat().st_size / 2**20
+    size = 0.0 if kind == "flat" else (folder / f"{kind}.index").stat().st_size / 2**20
     peak = peak_memory_mb(torch.device("cpu"))
     return {"build_s": seconds, "build_cpu_s": busy, "peak_mb": peak, "file_mb": size}
 
@@ -99,21 +101,21 @@ def search(folder: Path, kind: str, efforts: list[int]) -> list[dict[str, float]
     """Search an index of one kind in this process with each effort; return recall and times."""
     queries = np.load(folder / "queries.npy")
     start = time.perf_counter()
-    index = load_index(folder / f"{kind}.index")
+    gallery = with_index(read_features(folder / "gallery.npz"), folder / f"{kind}.index", kind)
     loaded = time.perf_counter() - start
     truth = folder / "exact.npy"
     if not truth.exists():
-        np.save(truth, index.search(queries, 10, exact=True).rows)
+        np.save(truth, search_gallery(queries, gallery, 10, exact=True).rows)
     exact, results = np.load(truth), []
     for effort in efforts or [None]:
-        index.search(queries[:50], 10, effort=effort)
+        search_gallery(queries[:50], gallery, 10, effort=effort)
         start, busy = time.perf_counter(), time.process_time()
-        rows = index.search(queries, 10, effort=effort).rows
+        rows = search_gallery(queries, gallery, 10, effort=effort).rows
         batch, batch_cpu = (time.perf_counter() - start) / len(queries), (time.process_time() - busy) / len(queries)
         single, single_cpu = [], []
         for query in queries[:SINGLE]:
             start, busy = time.perf_counter(), time.process_time()
-            index.search(query[None], 10, effort=effort)
+            search_gallery(query[None], gallery, 10, effort=effort)
             single.append(time.perf_counter() - start)
             single_cpu.append(time.process_time() - busy)
         recall = np.mean([len(set(a) & set(b)) for a, b in zip(rows, exact, strict=True)]) / 10
@@ -171,7 +173,7 @@ def main() -> None:
             for line in in_own_process("--folder", temporary, "--step", "search", kind, *map(str, efforts[kind])):
                 print(f"{kind}: {line}", file=sys.stderr, flush=True)
                 rows.append({"kind": kind, **built, **line})
-            Path(temporary, f"{kind}.index").unlink()
+            Path(temporary, f"{kind}.index").unlink(missing_ok=True)
     print(f"{args.identities} identities x {args.images} images x {args.width}, {args.queries} queries")
     print(tabulate(rows, headers="keys", tablefmt="github", floatfmt=".3g"))
 

@@ -32,8 +32,8 @@ from fastamp import Predictor
 from fastamp.checkpoint.weights_file import write_checkpoint
 from fastamp.config import get_cfg
 from fastamp.diagnostics.environment import inspect_environment
-from fastamp.inference.gallery import MutableGallery
 from fastamp.modeling import build_model
+from fastamp.retrieval.mutable_gallery import MutableGallery
 
 BACKBONES = {
     "osnet": {"MODEL.BACKBONE.NAME": "build_osnet_backbone", "MODEL.BACKBONE.DEPTH": "x0_25"},

@@ -15,8 +15,9 @@ import torch
 
 from fastamp import Predictor
 from fastamp.checkpoint.weights_file import read_checkpoint
-from fastamp.inference.index import load_index, open_gallery
-from fastamp.retrieval.features_file import read_extraction
+from fastamp.retrieval.features_file import read_features
+from fastamp.retrieval.open_gallery import open_gallery
+from fastamp.retrieval.search import search
 from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import WeightsError
 
@@ -38,25 +39,25 @@ def test_saved_checkpoint_contains_entries_for_resume():
 
 
 def test_saved_extraction_can_be_read():
-    extraction = read_extraction(FILES / "gallery.npz")
-    np.testing.assert_allclose(extraction.features.astype(float).sum(0), EXPECTED["extraction_sum"], atol=1e-6)
-    assert extraction.pids.tolist() == EXPECTED["pids"] and len(extraction.paths) == 30
-    assert set(extraction.split.tolist()) == {"query", "gallery"}
+    extraction = read_features(FILES / "gallery.npz")
+    np.testing.assert_allclose(extraction.matrix.astype(float).sum(0), EXPECTED["extraction_sum"], atol=1e-6)
+    assert extraction.images.pids.tolist() == EXPECTED["pids"] and len(extraction) == 30
+    assert set(extraction.images.split.tolist()) == {"query", "gallery"}
 
 
 @pytest.mark.parametrize("kind", INDEX_KINDS)
 def test_search_results_from_saved_index_are_unchanged(kind):
-    index = load_index(FILES / f"{kind}.index")
-    found = index.search(QUERIES, 3)
-    assert (index.kind, len(index), index.width) == (kind, 30, tiny.WIDTH)
-    assert found.rows.tolist() == EXPECTED[kind]["rows"] and found.paths.tolist() == EXPECTED[kind]["paths"]
+    gallery = open_gallery(FILES / ("gallery.npz" if kind == "flat" else f"{kind}.index"))
+    found = search(QUERIES, gallery, 3)
+    assert (gallery.kind, len(gallery), gallery.model.width) == (kind, 30, tiny.WIDTH)
+    assert found.rows.tolist() == EXPECTED[kind]["rows"] and found.images.paths.tolist() == EXPECTED[kind]["paths"]
     np.testing.assert_allclose(found.scores, EXPECTED[kind]["scores"], atol=1e-5)
 
 
 def test_saved_index_is_used_without_rebuilding(tmp_path):
     """The hashes in the gallery and the index match the model, so neither file is computed again."""
     shutil.copy(FILES / "gallery.npz", tmp_path / "gallery.npz")
-    shutil.copy(FILES / "flat.index", tmp_path / "gallery.index")
+    shutil.copy(FILES / "hnsw.index", tmp_path / "gallery.index")
     before = (tmp_path / "gallery.index").read_bytes()
     model = Predictor(FILES / "model_final.pth", device="cpu")
     found = model.search(list(IMAGES), open_gallery(tmp_path / "gallery.npz", of=model), k=3)

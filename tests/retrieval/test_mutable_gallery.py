@@ -23,14 +23,16 @@ from fastamp.cli import compare as compare_command
 from fastamp.cli import gallery as command
 from fastamp.cli import search as search_command
 from fastamp.data.build import build_dataset
-from fastamp.inference import gallery as module
 from fastamp.inference.export import export
 from fastamp.inference.extract import extract
-from fastamp.inference.gallery import MissingItemError, MutableGallery, create_or_open
 from fastamp.inference.gallery_source import Metadata, add_images
-from fastamp.inference.index import open_gallery
+from fastamp.retrieval import mutable_gallery as module
 from fastamp.retrieval.candidates import Candidates
-from fastamp.retrieval.gallery_store import GalleryModel, Item, format_time, parse_time
+from fastamp.retrieval.features import ModelId
+from fastamp.retrieval.gallery_store import Item, format_time, parse_time
+from fastamp.retrieval.mutable_gallery import MissingItemError, MutableGallery, create_or_open
+from fastamp.retrieval.open_gallery import open_gallery
+from fastamp.retrieval.search import search
 from fastamp.utils.errors import ConfigError, DataError, WeightsError, WriteError
 
 WIDTH = 16
@@ -38,7 +40,7 @@ KILLS = int(os.environ.get("FASTAMP_TEST_KILLS", "8"))
 
 
 def model(metric="cosine", width=WIDTH):
-    return GalleryModel(width, metric, "hash", "model.pth")
+    return ModelId(width, metric, "hash", "model.pth")
 
 
 def naive_search(stored, queries, k, metric):
@@ -59,9 +61,9 @@ def naive_search(stored, queries, k, metric):
 
 def check_equal(gallery, stored, random):
     queries = random.standard_normal((3, WIDTH)).astype(np.float32)
-    ids, scores = naive_search(stored, queries, 5, gallery.metric)
-    found = gallery.search(queries, 5)
-    assert found.columns["id"].tolist() == ids
+    ids, scores = naive_search(stored, queries, 5, gallery.model.metric)
+    found = search(queries, gallery, 5)
+    assert found.images.further["id"].tolist() == ids
     assert np.allclose(found.scores, scores, atol=1e-5)  # float32 sums of 16 products
 
 
@@ -86,7 +88,7 @@ def test_search_equals_a_naive_search_after_random_changes(tmp_path, metric):
             getattr(changing, action)([Item(item, name=f"{number}") for item in ids], features)
             stored |= dict(zip(ids, features, strict=True))
             assert changing.item(ids[0]).name == f"{number}"
-        assert len(gallery.search(features, 1).rows) == size and len(gallery) == len(stored)
+        assert len(search(features, gallery, 1).rows) == size and len(gallery) == len(stored)
         check_equal(gallery, stored, random)
     check_equal(other, stored, random)
     check_equal(MutableGallery(tmp_path / "a.gallery"), stored, random)
@@ -109,15 +111,15 @@ def test_candidates_are_compared_exactly_and_follow_changes(tmp_path, monkeypatc
         loaded = MutableGallery(tmp_path / metric)
         assert loaded.kind == "ivfpq" and loaded.recall == recall
         queries = (centers[:40] + random.standard_normal((40, WIDTH))).astype(np.float32)
-        exact = gallery.search(queries, 10, exact=True)
+        exact = search(queries, gallery, 10, exact=True)
         for opened in (gallery, loaded):
-            found = opened.search(queries, 10)
-            ids = zip(found.columns["id"].tolist(), exact.columns["id"].tolist(), strict=True)
+            found = search(queries, opened, 10)
+            ids = zip(found.images.further["id"].tolist(), exact.images.further["id"].tolist(), strict=True)
             assert np.mean([len({*a} & {*b}) for a, b in ids]) >= 9  # of 10
-            same = found.columns["id"] == exact.columns["id"]
+            same = found.images.further["id"] == exact.images.further["id"]
             assert same[:, 0].mean() > 0.9
             assert np.allclose(found.scores[same], exact.scores[same], atol=1e-4)  # not of the product codes
-        assert gallery.search(queries[:1], 1500, effort=1).rows.shape == (1, 1500)  # fewer candidates than k
+        assert search(queries[:1], gallery, 1500, effort=1).rows.shape == (1, 1500)  # fewer candidates than k
 
 
 def test_approximate_index_is_not_used_if_its_recall_is_low_or_its_file_is_wrong(tmp_path, monkeypatch, caplog):
@@ -137,7 +139,7 @@ def test_approximate_index_is_not_used_if_its_recall_is_low_or_its_file_is_wrong
     assert MutableGallery(tmp_path / "a").kind == "flat" and "of another gallery" in caplog.text
     file.write_bytes(content[:-100])
     assert MutableGallery(tmp_path / "b").kind == "flat" and "damaged" in caplog.text
-    assert Candidates.read(file, "", WIDTH) is None
+    assert Candidates.read(file, "", model()) is None
 
 
 def test_candidates_are_built_while_the_gallery_changes(tmp_path, monkeypatch):
@@ -148,20 +150,20 @@ def test_candidates_are_built_while_the_gallery_changes(tmp_path, monkeypatch):
     gallery.add([Item(f"{row}") for row in range(1500)], features)
     train = Candidates.train
 
-    def change_while_training(sample, count):
+    def change_while_training(sample, count, of):
         thread = threading.Thread(
             target=lambda: (gallery.remove(["3"]), gallery.add([Item("new")], features[:1] + 0.1))
         )
         thread.start()
         thread.join(10)
         assert not thread.is_alive()
-        return train(sample, count)
+        return train(sample, count, of)
 
     monkeypatch.setattr(Candidates, "train", change_while_training)
     monkeypatch.setattr(module, "WANTED_RECALL", 0.0)
     gallery.build_candidates()
     assert "3" not in gallery and len(gallery._candidates.numbers) == len(gallery) == 1500
-    assert gallery.search(features[:1] + 0.1, 1, effort=1000).columns["id"].tolist() == [["new"]]
+    assert search(features[:1] + 0.1, gallery, 1, effort=1000).images.further["id"].tolist() == [["new"]]
 
 
 def acknowledged(lines, stored):
@@ -199,8 +201,8 @@ def check_contents(folder, lines, stored):
         found = {item.id: int(item.name) for item in gallery.items}
         assert found in (expected, after)
         queries = np.stack([gallery_writer.feature(item, version) for item, version in found.items()])
-        result = gallery.search(queries, 1)
-    assert result.columns["id"][:, 0].tolist() == list(found) and np.allclose(result.scores, 1, atol=1e-5)
+        result = search(queries, gallery, 1)
+    assert result.images.further["id"][:, 0].tolist() == list(found) and np.allclose(result.scores, 1, atol=1e-5)
     return found
 
 
@@ -250,7 +252,7 @@ def test_invalid_changes_change_nothing(tmp_path, monkeypatch):
         gallery.add([Item("d")], features[:1])
     for opened in (gallery, MutableGallery(tmp_path / "a.gallery")):
         assert [item.id for item in opened.items] == ["a", "b", "c"] and opened.items[0].name == ""
-        assert opened.search(features, 1).columns["id"][:, 0].tolist() == ["a", "b", "c"]
+        assert search(features, opened, 1).images.further["id"][:, 0].tolist() == ["a", "b", "c"]
 
 
 def test_metadata_pictures_and_conditions(tmp_path):
@@ -263,16 +265,16 @@ def test_metadata_pictures_and_conditions(tmp_path):
     for opened in (gallery, loaded):
         assert [opened.picture(item_id) for item_id in ("0", "3", "none")] == [b"jpeg", b"jpeg", None]
         assert opened.item("3") == Item("3", "new", camera="c9") and opened.item("1").time == 10.5
-        found = opened.search(np.eye(4, WIDTH)[3:], 1)
-        assert (found.paths[0, 0], found.pids[0, 0], found.cameras[0, 0]) == ("new", "-1", "c9")
+        found = search(np.eye(4, WIDTH)[3:], opened, 1)
+        assert (found.images.paths[0, 0], found.images.pids[0, 0], found.images.cameras[0, 0]) == ("new", "-1", "c9")
         assert opened.rows_where(cameras=["c0"]).tolist() == [0, 1]
         assert opened.rows_where(identities=["p0"], cameras=["c1"]).tolist() == [2]
         assert opened.rows_where(after=0.0, before=10.5).tolist() == [0]
         assert opened.rows_where(after=10.5).tolist() == [1]
-        result, count = opened.search_where(np.ones((1, WIDTH)), 5, {"cameras": ["c0"]})
-        assert sorted(result.columns["id"][0].tolist()) == ["0", "1"] and count == 2
-        result, count = opened.search_where(np.ones((2, WIDTH)), 5, {"cameras": ["c8"]})
-        assert result.rows.shape == (2, 0) and count == 0
+        result = search(np.ones((1, WIDTH)), opened, 5, where={"cameras": ["c0"]})
+        assert sorted(result.images.further["id"][0].tolist()) == ["0", "1"] and result.searched == 2
+        result = search(np.ones((2, WIDTH)), opened, 5, where={"cameras": ["c8"]})
+        assert result.rows.shape == (2, 0) and result.searched == 0
     gallery.remove(["0"])
     assert gallery.picture("0") is None
     assert parse_time(format_time(1769862600.5)) == 1769862600.5
@@ -288,7 +290,7 @@ def test_damaged_galleries_and_other_models_are_errors(tmp_path):
     with MutableGallery(folder, model()) as gallery:
         gallery.add([Item("a")], np.ones((1, WIDTH)))
     with pytest.raises(DataError, match="model.pth(.|\n)*other.pth"):
-        create_or_open(folder, GalleryModel(WIDTH, "cosine", "other", "other.pth"))
+        create_or_open(folder, ModelId(WIDTH, "cosine", "other", "other.pth"))
     assert len(create_or_open(folder, model())) == 1
     with sqlite3.connect(folder / "items.db") as connection:
         connection.execute("UPDATE items SET feature = zeroblob(64)")
@@ -318,7 +320,7 @@ def test_changes_after_the_files_were_removed_are_errors(tmp_path, replaced):
         with pytest.raises(WriteError, match=str(folder)):
             gallery.add([Item("b")], np.ones((1, WIDTH)))
         assert len(gallery) == 1
-        for read in (lambda: gallery.search(np.ones((1, WIDTH))), lambda: gallery.picture("a"), gallery.refresh):
+        for read in (lambda: search(np.ones((1, WIDTH)), gallery), lambda: gallery.picture("a"), gallery.refresh):
             with pytest.raises(WriteError, match=str(folder)):
                 read()
 
@@ -376,20 +378,20 @@ def test_gallery_and_search_commands(demo, predictor, checkpoint, tmp_path, caps
     assert PIL.Image.open(io.BytesIO(gallery.picture(images[0]))).format == "JPEG"
     expected = predictor.features(images)
     assert torch.allclose(torch.tensor(gallery._matrix), torch.nn.functional.normalize(expected), atol=1e-5)
-    search = (checkpoint, images[2], "--gallery", folder, "-k", 2, "--device", "cpu", "--json")
-    assert run_command(search_command, *search) == 0
+    words = (checkpoint, images[2], "--gallery", folder, "-k", 2, "--device", "cpu", "--json")
+    assert run_command(search_command, *words) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["found"][0]["id"] == images[2] and found["found"][0]["score"] == pytest.approx(1, abs=1e-5)
-    assert run_command(search_command, *search, "--camera", "door", "--before", "2026-02-01") == 0
+    assert run_command(search_command, *words, "--camera", "door", "--before", "2026-02-01") == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert {row["id"] for row in found["found"]} == {*images[:2]} and found["found"][0]["camera"] == "door"
-    assert run_command(search_command, *search[:-1], "--camera", "none") == 0
+    assert run_command(search_command, *words[:-1], "--camera", "none") == 0
     assert "no images" in capsys.readouterr().out
     assert run_command(command, "remove", folder, images[2]) == 0 and run_command(command, "list", folder) == 0
     assert "3 items, exact search" in capsys.readouterr().out
     for wrong in (("--index", tmp_path / "a.index"), ("--kind", "ivf")):
         with pytest.raises(ConfigError, match="mutable"):
-            run_command(search_command, *search, *wrong)
+            run_command(search_command, *words, *wrong)
     with pytest.raises(MissingItemError):
         run_command(command, "remove", folder, "x")
     with pytest.raises(ConfigError, match="--model"):
@@ -444,7 +446,7 @@ def test_ids_do_not_depend_on_the_current_folder(photos, checkpoint, tmp_path, c
 
 
 @pytest.mark.integration
-def test_commands_with_an_exported_model(demo, predictor, tmp_path, capsys):
+def test_commands_with_an_exported_model(demo, predictor, tmp_path, capsys, monkeypatch):
     pytest.importorskip("onnxruntime")
     images = [item.path for item in build_dataset("Demo").query[:3]]
     folder, model = tmp_path / "people.gallery", tmp_path / "model.onnx"
@@ -457,6 +459,11 @@ def test_commands_with_an_exported_model(demo, predictor, tmp_path, capsys):
         assert found["found"][0]["id"] == images[1] and found["found"][0]["score"] > 0.999
     assert run_command(compare_command, model, images[0], images[0]) == 0
     assert "cosine similarity 1.0000" in capsys.readouterr().out
+    shutil.copy(images[1], tmp_path)
+    assert run_command(search_command, model, images[1], "--gallery", tmp_path, "-k", 1, "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert Path(found["found"][0]["path"]).name == Path(images[1]).name
+    monkeypatch.setattr("fastamp.inference.image_folder._IN_MEMORY_UP_TO", 0)
     with pytest.raises(ConfigError, match="gallery add"):
         run_command(search_command, model, images[1], "--gallery", tmp_path)
     for wrong in (["--opts", "TEST.METRIC", "euclidean"], ["--device", "cuda"]):
@@ -477,16 +484,20 @@ def test_extracted_features_are_added_without_the_model(demo, predictor, tmp_pat
     extraction, _ = extract(predictor, "Demo", tmp_path / "a.npz", splits=["query", "gallery"])
     folder = tmp_path / "a.gallery"
     assert run_command(command, "add", folder, extraction.path) == 0
-    count = len(extraction.paths)
+    count = len(extraction)
     assert f"added {count} items" in capsys.readouterr().out
-    result = predictor.search(extraction.paths[0], folder, 5)
-    flat = predictor.search(extraction.paths[0], extraction.path, 5)
-    assert np.array_equal(result.columns["id"], flat.paths) and np.allclose(result.scores, flat.scores)
-    assert result.pids[0, 0] == str(flat.pids[0, 0]) and len(result.cameras[0, 0])
+    result = predictor.search(extraction.images.paths[0], folder, 5)
+    flat = predictor.search(extraction.images.paths[0], extraction.path, 5)
+    assert np.array_equal(result.images.further["id"], flat.images.paths) and np.allclose(result.scores, flat.scores)
+    assert result.images.pids[0, 0] == str(flat.images.pids[0, 0]) and len(result.images.cameras[0, 0])
     assert run_command(command, "add", folder, extraction.path, "--replace", "--camera", "x") == 0
     assert {item.camera for item in MutableGallery(folder).items} == {"x"}
-    with pytest.raises(ConfigError, match="mutable"):
-        predictor.search(extraction.paths[0], extraction.path, conditions={"cameras": ["x"]})
+    camera = extraction.images.cameras[0]
+    for source in (extraction.path, folder):
+        found = predictor.search(extraction.images.paths[0], source, 5, conditions={"cameras": [camera]})
+        assert set(found.images.cameras[0]) == ({camera} if source == extraction.path else set())
+    with pytest.raises(ConfigError, match="no times"):
+        predictor.search(extraction.images.paths[0], extraction.path, conditions={"after": 0.0})
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -510,7 +521,7 @@ def test_items_that_another_process_adds_meanwhile_are_skipped_or_replaced(repla
     cameras = {item.id: item.camera for item in gallery.items}
     assert sorted(cameras) == sorted(paths)
     assert [cameras[path] for path in paths] == ["slow" if replace else "fast"] * 2 + ["slow"] * 2
-    nearest = gallery.search(predictor.require_features(paths), 1).columns["id"][:, 0]
+    nearest = search(predictor.require_features(paths), gallery, 1).images.further["id"][:, 0]
     assert nearest.tolist() == paths
     with pytest.raises(DataError, match="1 of 1 "):
-        gallery.add([Item(paths[0])], np.ones((1, gallery.width), np.float32))
+        gallery.add([Item(paths[0])], np.ones((1, gallery.model.width), np.float32))

@@ -1,4 +1,4 @@
-"""Mutable gallery: a gallery index whose items can be added, updated and removed while it is searched."""
+"""Gallery in a folder, whose items can be added, updated and removed while it is searched."""
 
 import logging
 import threading
@@ -6,44 +6,43 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.inference.index import FLAT_UP_TO, GalleryIndex, SearchResult
-from fastamp.retrieval.candidates import WANTED_RECALL, Candidates, trained_on
-from fastamp.retrieval.features_file import check_same_model
-from fastamp.retrieval.gallery_store import DATABASE_FILE, GalleryModel, GalleryStore, Item, format_time
+from fastamp.retrieval.candidates import Candidates
+from fastamp.retrieval.features import ImageColumns, ModelId, check_same_model, normalized
+from fastamp.retrieval.gallery_store import DATABASE_FILE, GalleryStore, Item, format_time
+from fastamp.retrieval.indices import FLAT_UP_TO, WANTED_RECALL, sample_rows
+from fastamp.retrieval.vectors import Vectors
 from fastamp.utils.errors import ConfigError, DataError, writing
 
 logger = logging.getLogger(__name__)
 
 _CANDIDATES_FILE = "candidates.index"
 _BLOCK = 8192
-_RECALL_QUERIES, _RECALL_RANKS = 200, 10
 # The candidate index is built again when it contains this many times as many features as then, or as the gallery.
 _GROWTH = 2
 
 
-class MutableGallery(GalleryIndex):
-    """Gallery in a folder, whose items can be added, updated and removed by id.
+class MutableGallery:
+    """Gallery in a folder, whose items can be added, updated and removed by id; see ``Gallery`` for its search.
 
     A method that changes the gallery returns after the change is on the disk, see ``GalleryStore``: if the process is
     killed, no change that was acknowledged is lost, and no batch is stored in part. Features and metadata are kept in
     memory; changes by other processes are read before each search. All methods may be called by several threads.
 
     The search compares with all features, or, after ``build_candidates``, with the features that an approximate index
-    proposes; scores are always exact. In results, ``paths`` are the names of the items, or their ids without a name;
-    the columns are ``id`` and ``time``.
+    proposes. In results, ``paths`` are the names of the items, or their ids without a name; the further columns are
+    ``id`` and ``time``.
 
     Args:
         path: folder of the gallery.
         model: model of a new gallery, whose folder is created. Default: None, the gallery exists.
 
     Attributes:
-        model: dimension, metric, hash and checkpoint of the features.
+        model: model of the features.
         items: items by row, without pictures.
 
     Raises:
@@ -51,20 +50,21 @@ class MutableGallery(GalleryIndex):
         WriteError: if it cannot be written.
     """
 
-    def __init__(self, path: str | PathLike[str], model: GalleryModel | None = None) -> None:
-        path = Path(path).expanduser()
+    def __init__(self, path: str | PathLike[str], model: ModelId | None = None) -> None:
+        self.path = Path(path).expanduser()
         if model is not None:
-            with writing(path):
-                path.mkdir(exist_ok=True)
-        self._store = GalleryStore(path, model)
+            with writing(self.path):
+                self.path.mkdir(exist_ok=True)
+        self._store = GalleryStore(self.path, model)
         self.model = self._store.model
-        meta = {name: np.array(getattr(self.model, name)) for name in ("metric", "config_hash", "checkpoint")}
-        super().__init__(path, None, meta | {"kind": np.array("flat"), "fingerprint": np.array("")})
         self._lock = threading.RLock()
         self._tried = 0  # number of items when no candidate index had a sufficient recall
-        file = path / _CANDIDATES_FILE
-        self._candidates = Candidates.read(file, self._store.token, self.model.width) if file.exists() else None
+        file = self.path / _CANDIDATES_FILE
+        self._candidates = Candidates.read(file, self._store.token, self.model) if file.exists() else None
         self._load()
+
+    def __len__(self) -> int:
+        return len(self.items)
 
     def __enter__(self) -> "MutableGallery":
         return self
@@ -77,17 +77,14 @@ class MutableGallery(GalleryIndex):
         self._store.close()
 
     @property
-    def columns(self) -> dict[str, np.ndarray]:
-        """Columns ``id`` and ``time`` (ISO 8601 text, "" if unknown) of all items, (N,) str."""
-        return {
-            "id": np.array([item.id for item in self.items], dtype=str),
-            "time": np.array([format_time(item.time) for item in self.items], dtype=str),
-        }
-
-    @property
     def recall(self) -> float | None:
         """Measured recall of the search in 0..1, see ``build_candidates``; None if it is exact."""
-        return self._candidates.recall if self._candidates else None
+        return self._candidates.index.recall if self._candidates else None
+
+    @property
+    def kind(self) -> str:
+        """Kind of the search: ``flat``, which is exact, or ``ivfpq``."""
+        return self._candidates.index.kind if self._candidates else "flat"
 
     def __contains__(self, item_id: str) -> bool:
         return item_id in self._row_of_id
@@ -98,8 +95,7 @@ class MutableGallery(GalleryIndex):
         Raises:
             DataError: if there is none.
         """
-        with self._lock:
-            self.refresh()
+        with self.reading():
             self._check_present([item_id])
             return self.items[self._row_of_id[item_id]]
 
@@ -162,7 +158,7 @@ class MutableGallery(GalleryIndex):
             for row, item in zip(rows, items, strict=True):
                 self.items[row] = _without_picture(item)
             if values is not None:
-                self._replace(rows, numbers, self._normalized(values))
+                self._replace(rows, numbers, normalized(values, self.model.metric))
 
     def remove(self, ids: Sequence[str]) -> None:
         """Remove items.
@@ -178,16 +174,46 @@ class MutableGallery(GalleryIndex):
                 self._store.delete(ids)
             self._delete([self._row_of_id[item_id] for item_id in ids])
 
-    def search(self, features: Tensor | np.ndarray, k: int = 10, **options: Any) -> SearchResult:
-        """Search for the nearest items; see ``GalleryIndex.search``, whose ``effort`` is a number of lists."""
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Return a context in which the gallery does not change, with the changes of other processes."""
         with self._lock:
             self.refresh()
-            if len(self) and (options.get("rows") is None or len(options["rows"])):
-                return super().search(features, k, **options)
-            count = len(torch.as_tensor(features))
-            return self._result(np.zeros((count, 0), np.float32), np.zeros((count, 0), np.int64), self.metric)
+            yield
 
-    def rows_where(  # type: ignore[override]  # names the conditions
+    @property
+    def vectors(self) -> Vectors:
+        """Features of all items."""
+        return Vectors(self._matrix, self.model.metric, self.path, is_normalized=True)
+
+    def propose(self, queries: np.ndarray, k: int, effort: int | None) -> np.ndarray | None:
+        """Return the rows that the approximate index proposes; see ``Gallery``."""
+        return self._candidates.propose(queries, k, effort, self._row_of_number) if self._candidates else None
+
+    def images(self, rows: np.ndarray) -> ImageColumns:
+        """Return the columns of items; see ``Gallery``."""
+        items = [self.items[row] for row in rows.reshape(-1).tolist()]
+
+        def column(values: Iterable[str]) -> np.ndarray:
+            return np.array([*values], dtype=str).reshape(rows.shape)
+
+        return ImageColumns(
+            paths=column(item.name or item.id for item in items),
+            pids=column(item.identity or "-1" for item in items),
+            camids=np.full(rows.shape, -1),
+            cameras=column(item.camera for item in items),
+            further={
+                "id": column(item.id for item in items),
+                "time": column(format_time(item.time) for item in items),
+            },
+        )
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Columns ``id`` and ``time`` (ISO 8601 text, "" if unknown) of all items, (N,) str."""
+        return dict(self.images(np.arange(len(self))).further)
+
+    def rows_where(
         self,
         *,
         cameras: Collection[str] = (),
@@ -195,15 +221,8 @@ class MutableGallery(GalleryIndex):
         after: float | None = None,
         before: float | None = None,
     ) -> np.ndarray:
-        """Return the rows (M,) int64 of the items that meet all conditions, for ``search``.
-
-        Args:
-            cameras, identities: accepted values. Default: (), all.
-            after, before: seconds since 1970-01-01 UTC; ``after`` is inclusive, ``before`` exclusive. An item without a
-                time meets neither. Default: None, no limit.
-        """
-        with self._lock:
-            self.refresh()
+        """Return the rows of the items that meet all conditions; see ``Gallery``."""
+        with self.reading():
             return np.array(
                 [
                     row
@@ -215,15 +234,6 @@ class MutableGallery(GalleryIndex):
                 ],
                 dtype=np.int64,
             )
-
-    def search_where(
-        self, features: Tensor | np.ndarray, k: int, conditions: dict[str, Any]
-    ) -> tuple[SearchResult, int]:
-        """Search among the items that meet ``conditions``, see ``rows_where``; also return how many these are."""
-        with self._lock:  # no change between the two steps
-            self.refresh()
-            rows = self.rows_where(**conditions) if conditions else None
-            return self.search(features, k, rows=rows), len(self) if rows is None else len(rows)
 
     @property
     def wants_candidates(self) -> bool:
@@ -241,15 +251,13 @@ class MutableGallery(GalleryIndex):
         Returns:
             The recall. None if no number of lists reaches it, or there are at most 50,000 items: the search is exact.
         """
-        with self._lock:
-            self.refresh()
+        with self.reading():
             if len(self) <= FLAT_UP_TO:
-                self._candidates, self.kind = None, "flat"
+                self._candidates = None
                 return None
             numbers = sorted(self._row_of_number)
-            chosen = np.random.default_rng(0).choice(len(self), trained_on(len(self)), replace=False)
-            sample = self._matrix[np.sort(chosen)]
-        built = Candidates.train(sample, len(numbers))
+            sample = self._matrix[sample_rows(len(self))]
+        built = Candidates.train(sample, len(numbers), self.model)
         for start in range(0, len(numbers), _BLOCK):
             with self._lock:
                 block = [number for number in numbers[start : start + _BLOCK] if number in self._row_of_number]
@@ -257,82 +265,22 @@ class MutableGallery(GalleryIndex):
             built.add(block, features)
         with self._lock:
             self._synchronize(built)
-            self._measure(built)
-            if built.recall < WANTED_RECALL:
+            recall = built.index.measure(
+                self.vectors, lambda queries, k, effort: built.propose(queries, k, effort, self._row_of_number)
+            )
+            if recall < WANTED_RECALL:
                 logger.warning(
                     "the search of %s remains exact: the approximate index has a recall of %.3f, below %.2f",
                     self.path,
-                    built.recall,
+                    recall,
                     WANTED_RECALL,
                 )
-                self._candidates, self.kind, self._tried = None, "flat", len(self)
+                self._candidates, self._tried = None, len(self)
                 return None
             built.write(self.path / _CANDIDATES_FILE, self._store.token)
-            self._candidates, self.kind = built, "ivfpq"
-            logger.info("%s: %d items, recall %.3f with %d lists", self.path, len(self), built.recall, built.probed)
-            return built.recall
-
-    def _measure(self, built: Candidates) -> None:
-        """Set the number of lists and the recall of a candidate index."""
-        chosen = np.random.default_rng(1).choice(len(self), _RECALL_QUERIES, replace=False)
-        queries, k = self._matrix[chosen], _RECALL_RANKS + 1  # the first is the query itself
-        expected = self._search_all(queries, k)[1]
-        for probed in built.fractions:
-            indices = self._search_candidates(built, queries, k, probed)[1]
-            hits = sum(len({*a[1:]} & {*b}) for a, b in zip(expected.tolist(), indices.tolist(), strict=True))
-            recall = hits / (_RECALL_QUERIES * _RECALL_RANKS)
-            built.choose(probed, recall)
-            if recall >= WANTED_RECALL:
-                break
-
-    def _search(self, features: np.ndarray, k: int, effort: int | None, exact: bool) -> tuple[np.ndarray, np.ndarray]:
-        if exact or self._candidates is None:
-            return self._search_all(features, k)
-        return self._search_candidates(self._candidates, features, k, effort)
-
-    def _search_candidates(
-        self, candidates: Candidates, features: np.ndarray, k: int, effort: int | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Compare the queries exactly with their candidates; with all items where there are fewer than k candidates."""
-        values, rows = np.empty((len(features), k), np.float32), np.empty((len(features), k), np.int64)
-        for query, proposed in enumerate(candidates.search(features, k, effort).tolist()):
-            candidate_rows = (self._row_of_number.get(number, -1) for number in proposed)  # -1: removed
-            near = np.array([row for row in candidate_rows if row >= 0], dtype=np.int64)
-            feature = features[query]
-            if len(near) < k:
-                values[query], rows[query] = (rows[0] for rows in self._search_all(feature[None], k))
-                continue
-            if self.metric == "cosine":
-                scores = self._matrix[near] @ feature
-            else:
-                scores = -np.square(self._matrix[near] - feature).sum(1)
-            order = np.argsort(-scores, kind="stable")[:k]
-            values[query], rows[query] = (
-                np.abs(scores[order]) if self.metric != "cosine" else scores[order],
-                near[order],
-            )
-        return values, rows
-
-    def _result(self, scores: np.ndarray, rows: np.ndarray, metric: str) -> SearchResult:
-        matched_items = [[self.items[row] for row in found_rows] for found_rows in rows.tolist()]
-
-        def column(values: Iterable[Iterable[Any]], kind: type = str) -> np.ndarray:
-            return np.array([list(value) for value in values], dtype=kind).reshape(rows.shape)
-
-        return SearchResult(
-            scores=scores,
-            rows=rows,
-            paths=column([item.name or item.id for item in items] for items in matched_items),
-            pids=column([item.identity or "-1" for item in items] for items in matched_items),
-            camids=np.full(rows.shape, -1),
-            boxes=None,
-            metric=metric,
-            cameras=column([item.camera for item in items] for items in matched_items),
-            columns={
-                "id": column([item.id for item in items] for items in matched_items),
-                "time": column([format_time(item.time) for item in items] for items in matched_items),
-            },
-        )
+            self._candidates = built
+            logger.info("%s: %d items, recall %.3f with %s lists", self.path, len(self), recall, built.index.effort)
+            return recall
 
     def refresh(self) -> None:
         """Read the gallery again if another process has changed it."""
@@ -342,11 +290,8 @@ class MutableGallery(GalleryIndex):
 
     def _load(self) -> None:
         """Read all items into memory."""
-        import faiss
-
         self._version = self._store.version
-        metric = faiss.METRIC_INNER_PRODUCT if self.metric == "cosine" else faiss.METRIC_L2
-        self._index = faiss.IndexFlat(self.model.width, metric)
+        self._buffer = np.empty((0, self.model.width), np.float32)
         self.items: list[Item] = []
         self._numbers: list[int] = []
         self._row_of_id: dict[str, int] = {}
@@ -362,7 +307,6 @@ class MutableGallery(GalleryIndex):
         if candidates is not None:
             self._synchronize(candidates)
             self._candidates = candidates
-        self.kind = "ivfpq" if self._candidates else "flat"
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -373,23 +317,22 @@ class MutableGallery(GalleryIndex):
 
     @property
     def _matrix(self) -> np.ndarray:
-        """Features (N, D) of all items, normalized for cosine, in the memory of the flat index."""
-        import faiss
-
-        if not len(self):
-            return np.empty((0, self.width), np.float32)
-        matrix: np.ndarray = faiss.rev_swig_ptr(self._index.get_xb(), len(self) * self.width)
-        return matrix.reshape(len(self), self.width)
+        """Features (N, D) of all items, see ``normalized``: the first rows of the buffer."""
+        return self._buffer[: len(self)]
 
     def _append(self, items: Sequence[Item], numbers: Sequence[int], features: np.ndarray) -> None:
-        first, normalized = len(self.items), self._normalized(features)
-        self._index.add(normalized)
+        first, stop, unit = len(self), len(self) + len(items), normalized(features, self.model.metric)
+        if stop > len(self._buffer):
+            grown = np.empty((max(stop, 2 * first), self.model.width), np.float32)
+            grown[:first] = self._matrix
+            self._buffer = grown
+        self._buffer[first:stop] = unit
         self.items.extend(map(_without_picture, items))
         self._numbers.extend(numbers)
         self._row_of_id.update((item.id, row) for row, item in enumerate(items, first))
         self._row_of_number.update((number, row) for row, number in enumerate(numbers, first))
         if self._candidates:
-            self._candidates.add(list(numbers), normalized)
+            self._candidates.add(list(numbers), unit)
 
     def _replace(self, rows: Sequence[int], numbers: Sequence[int], features: np.ndarray) -> None:
         """Replace the features and numbers of rows."""
@@ -402,9 +345,7 @@ class MutableGallery(GalleryIndex):
 
     def _delete(self, rows: Sequence[int]) -> None:
         """Delete rows: the last rows move to their places."""
-        import faiss
-
-        matrix = self._matrix
+        matrix = self._buffer
         for row in sorted(rows, reverse=True):
             del self._row_of_id[self.items[row].id], self._row_of_number[self._numbers[row]]
             item, number, last = self.items.pop(), self._numbers.pop(), len(self.items)
@@ -412,18 +353,11 @@ class MutableGallery(GalleryIndex):
                 matrix[row] = matrix[last]
                 self.items[row], self._numbers[row] = item, number
                 self._row_of_id[item.id] = self._row_of_number[number] = row
-        self._index.remove_ids(faiss.IDSelectorRange(len(self.items), len(matrix)))
 
     def _synchronize(self, candidates: Candidates) -> None:
         """Add the features that are not in a candidate index."""
         added = sorted(self._row_of_number.keys() - candidates.numbers)
         candidates.add(added, self._matrix[[self._row_of_number[number] for number in added]])
-
-    def _normalized(self, features: np.ndarray) -> np.ndarray:
-        if self.metric != "cosine":
-            return features
-        normalized: np.ndarray = torch.nn.functional.normalize(torch.from_numpy(features), dim=1).numpy()
-        return normalized
 
     def _as_features(self, features: Tensor | np.ndarray, count: int) -> np.ndarray:
         values: np.ndarray = np.ascontiguousarray(torch.as_tensor(features).float().cpu().numpy())
@@ -454,7 +388,7 @@ class MissingItemError(DataError):
     """An item is not in the gallery."""
 
 
-def create_or_open(path: str | PathLike[str], model: GalleryModel) -> MutableGallery:
+def create_or_open(path: str | PathLike[str], model: ModelId) -> MutableGallery:
     """Open a gallery, which is created if it does not exist, and check its model.
 
     Raises:
@@ -465,7 +399,7 @@ def create_or_open(path: str | PathLike[str], model: GalleryModel) -> MutableGal
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / DATABASE_FILE).exists():
         raise ConfigError(f"{folder} exists and is not a gallery.\n  fix: choose another folder")
     gallery = MutableGallery(folder, model)
-    check_same_model(gallery, model.config_hash, model.checkpoint)
+    check_same_model(gallery, model)
     return gallery
 
 

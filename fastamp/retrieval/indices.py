@@ -1,0 +1,190 @@
+"""Indices of features, which propose the rows that are compared exactly: inverted lists, a graph, product codes."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fastamp.retrieval.vectors import Vectors
+from fastamp.utils.choices import EF_SEARCH, PROBED
+
+# Maximum number of features for exact search, and for HNSW; larger galleries use IVF.
+FLAT_UP_TO = 50_000
+HNSW_UP_TO = 200_000
+WANTED_RECALL = 0.98
+_NEIGHBORS, _EF_CONSTRUCTION = 16, 40
+_TRAINED_ON = 40  # features per list
+_RECALL_QUERIES, _RECALL_RANKS = 200, 10
+# Proposals of product codes per result, at least _LEAST.
+_PROPOSALS, _LEAST = 10, 200
+
+Propose = Callable[[np.ndarray, int, int | None], np.ndarray]
+"""Function: queries (Q, D), k, effort -> rows (Q, C) of proposed features, -1 for none."""
+
+
+class Index(ABC):
+    """faiss index of numbered features. It has neither the features' columns nor a file.
+
+    Args:
+        index: faiss index.
+        effort: number of lists to search, or of candidates in the graph, by default. None: see the classes.
+        recall: measured fraction in 0..1 of the 10 nearest features that are found with it; NaN if not measured.
+    """
+
+    kind: ClassVar[str]
+    faiss_class: ClassVar[str]
+
+    def __init__(self, index: Any, effort: int | None = None, recall: float = math.nan) -> None:
+        self.faiss, self.effort, self.recall = index, effort, recall
+
+    @classmethod
+    @abstractmethod
+    def create(cls, count: int, width: int, metric: str) -> "Index":
+        """Create an empty index for ``count`` features; train it next if ``trained_on`` is not 0."""
+
+    @property
+    def efforts(self) -> list[int | None]:
+        """Efforts to try until the recall is sufficient, in ascending order."""
+        return [None]
+
+    def train(self, sample: np.ndarray) -> None:
+        """Train the index on a sample (M, D) float32 of the features."""
+        self.faiss.train(sample)
+
+    def add(self, features: np.ndarray) -> None:
+        """Add features (N, D), which get the next numbers."""
+        self.faiss.add(features)
+
+    @abstractmethod
+    def propose(self, queries: np.ndarray, k: int, effort: int | None = None) -> np.ndarray:
+        """Return the numbers (Q, C) of the proposed features for each query, -1 for none."""
+
+    def measure(self, vectors: Vectors, propose: Propose | None = None) -> float:
+        """Set the effort to the smallest tried one with the wanted recall, and measure the recall.
+
+        Args:
+            vectors: all features, at least 11.
+            propose: function that proposes rows. Default: ``propose``, the numbers are rows.
+
+        Returns:
+            The recall, of the 10 nearest features of 200 of the features.
+        """
+        propose = propose or self.propose
+        count = min(_RECALL_QUERIES, len(vectors.matrix))
+        chosen = np.random.default_rng(1).choice(len(vectors.matrix), count, replace=False)
+        queries, k = vectors.block(chosen), _RECALL_RANKS + 1  # the first is the query itself
+        expected = vectors.nearest(queries, k)[1].tolist()
+        for effort in self.efforts:
+            found = vectors.nearest_of(queries, k, propose(queries, k, effort))[1].tolist()
+            hits = sum(len({*near[1:]} & {*rows}) for near, rows in zip(expected, found, strict=True))
+            self.effort, self.recall = effort, hits / (count * _RECALL_RANKS)
+            if self.recall >= WANTED_RECALL:
+                break
+        return self.recall
+
+
+class InvertedLists(Index):
+    """Inverted lists of features; the search compares with the lists that are nearest to the query (IVF)."""
+
+    kind, faiss_class = "ivf", "IndexIVFFlat"
+
+    @classmethod
+    def create(cls, count: int, width: int, metric: str) -> "InvertedLists":
+        import faiss
+
+        index = faiss.index_factory(width, f"IVF{_lists(count)},Flat", faiss_metric(metric))
+        index.cp.spherical = metric == "cosine"
+        index.cp.min_points_per_centroid = 1
+        return cls(index)
+
+    def propose(self, queries: np.ndarray, k: int, effort: int | None = None) -> np.ndarray:
+        import faiss
+
+        probed = min(effort or self.effort or math.ceil(PROBED * self.faiss.nlist), self.faiss.nlist)
+        return _found(self.faiss.search(queries, k, params=faiss.SearchParametersIVF(nprobe=probed)))
+
+
+class NeighborGraph(Index):
+    """Graph of near features, which the search follows (Malkov and Yashunin 2018, arXiv:1603.09320; HNSW)."""
+
+    kind, faiss_class = "hnsw", "IndexHNSWFlat"
+
+    @classmethod
+    def create(cls, count: int, width: int, metric: str) -> "NeighborGraph":
+        import faiss
+
+        index = faiss.IndexHNSWFlat(width, _NEIGHBORS, faiss_metric(metric))
+        index.hnsw.efConstruction = _EF_CONSTRUCTION
+        return cls(index)
+
+    def propose(self, queries: np.ndarray, k: int, effort: int | None = None) -> np.ndarray:
+        import faiss
+
+        parameters = faiss.SearchParametersHNSW(efSearch=max(effort or self.effort or EF_SEARCH, k))
+        return _found(self.faiss.search(queries, k, params=parameters))
+
+
+class ProductCodes(Index):
+    """Inverted lists of product codes (Jégou, Douze and Schmid 2011, "Product quantization for nearest neighbor
+    search"; IVF-PQ).
+
+    Codes have 4 bits for up to 4 dimensions. With 60,000 features of dimension 512, their training took 7 s instead of
+    390 s for codes of 8 bits for 8 dimensions, with the same recall.
+    """
+
+    kind, faiss_class = "ivfpq", "IndexIVFPQFastScan"
+
+    @classmethod
+    def create(cls, count: int, width: int, metric: str) -> "ProductCodes":
+        import faiss
+
+        part = next(size for size in (4, 2, 1) if width % size == 0)
+        index = faiss.index_factory(width, f"IVF{_lists(count)},PQ{width // part}x4fs")
+        index.cp.min_points_per_centroid = 1
+        return cls(index)
+
+    @property
+    def efforts(self) -> list[int | None]:
+        fractions = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+        return [*sorted({max(1, round(fraction * self.faiss.nlist)) for fraction in fractions})]
+
+    def propose(self, queries: np.ndarray, k: int, effort: int | None = None) -> np.ndarray:
+        import faiss
+
+        parameters = faiss.SearchParametersIVF(nprobe=min(effort or self.effort or 1, self.faiss.nlist))
+        return _found(self.faiss.search(queries, max(_PROPOSALS * k, _LEAST), params=parameters))
+
+
+INDICES: dict[str, type[Index]] = {index.kind: index for index in (InvertedLists, NeighborGraph, ProductCodes)}
+"""Kinds of indices; the search of kind ``flat`` has none and compares with all features."""
+
+
+def choose_kind(count: int) -> str:
+    """Choose the kind of index for the given number of features."""
+    if count <= FLAT_UP_TO:
+        return "flat"
+    return "hnsw" if count <= HNSW_UP_TO else "ivf"
+
+
+def sample_rows(count: int) -> np.ndarray:
+    """Return the rows, in order, of the features to train an index of ``count`` features on: 40 for each list."""
+    size = min(count, _lists(count) * _TRAINED_ON)
+    return np.sort(np.random.default_rng(0).choice(count, size, replace=False))
+
+
+def faiss_metric(metric: str) -> int:
+    """Return faiss's number of a metric."""
+    import faiss
+
+    return int(faiss.METRIC_INNER_PRODUCT if metric == "cosine" else faiss.METRIC_L2)
+
+
+def _lists(count: int) -> int:
+    """Return the power of 2 nearest to sqrt(count). Twice as many lists would take four times as long to train."""
+    return int(2 ** round(math.log2(count) / 2))
+
+
+def _found(result: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    return result[1]

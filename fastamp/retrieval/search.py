@@ -1,0 +1,195 @@
+"""Search of a gallery: the nearest images of features, images with attributes, and decisions on unknown identities."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp.evaluation.calibration import Calibration
+from fastamp.retrieval.attribute_search import attribute_columns, has_attributes, parse_query, score
+from fastamp.retrieval.features import ImageColumns, normalized
+from fastamp.retrieval.gallery import Gallery
+from fastamp.utils.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+# A gallery this many times as large as that of the calibration causes a warning.
+_MUCH_LARGER = 2
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Decisions of a calibrated model on a search.
+
+    Attributes:
+        known: (Q,) bool, True if the nearest gallery image is accepted, False if the identity of the query is unknown.
+        threshold: score from which the nearest gallery image is accepted.
+        fpir: expected false-positive identification rate in 0..1 with this gallery, see ``Calibration.expected_fpir``.
+        probabilities: (Q, k) float64, probability in 0..1 of the same identity at a prior of 0.5.
+    """
+
+    known: np.ndarray
+    threshold: float
+    fpir: float
+    probabilities: np.ndarray
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The k nearest gallery images for each of Q queries, nearest first.
+
+    Attributes:
+        scores: (Q, k) float32, cosine similarities in -1..1, Euclidean distances, or probabilities of attributes.
+        rows: (Q, k) int64, indices in the gallery.
+        images: columns (Q, k) of the images.
+        metric: ``"cosine"``, ``"euclidean"`` or ``"attributes"``.
+        searched: number of gallery images that the queries were compared with.
+        decision: decisions of a calibrated model, see ``decide``. Default: None.
+    """
+
+    scores: np.ndarray
+    rows: np.ndarray
+    images: ImageColumns
+    metric: str
+    searched: int
+    decision: Decision | None = None
+
+
+def search(
+    features: Tensor | np.ndarray,
+    gallery: Gallery,
+    k: int = 10,
+    *,
+    effort: int | None = None,
+    exact: bool = False,
+    where: Mapping[str, Any] | np.ndarray | None = None,
+) -> SearchResult:
+    """Search for the nearest gallery images.
+
+    The scores are always those of an exact comparison, also of the images that an index proposes.
+
+    Args:
+        features: (Q, D) float, features from the model of the gallery, not normalized.
+        gallery: gallery to search.
+        k: number of results per query; limited to the number of images. Default: 10.
+        effort: number of lists to search for ``ivf`` and ``ivfpq`` (nprobe), or number of candidates for ``hnsw``
+            (efSearch); larger values increase recall and search time. Default: that of the index.
+        exact: if True, compare with all images, regardless of the kind of index. Default: False.
+        where: conditions on the images to compare with, see ``Gallery.rows_where``, or their rows (M,) int64; the
+            comparison is exact. Default: None, all images.
+
+    Raises:
+        ConfigError: if ``k`` or ``effort`` is below 1, or the gallery has no values for a condition.
+        DataError: if the features have a wrong dimension or are not finite.
+    """
+    _check_positive(k, effort)
+    with gallery.reading():
+        queries = normalized(_checked(features, gallery.model.width), gallery.model.metric)
+        rows = gallery.rows_where(**where) if isinstance(where, Mapping) else where
+        searched = len(gallery) if rows is None else len(rows)
+        k = min(k, searched)
+        proposals = None if exact or rows is not None else gallery.propose(queries, k, effort)
+        if proposals is None:
+            scores, found = gallery.vectors.nearest(queries, k, rows)
+        else:
+            scores, found = gallery.vectors.nearest_of(queries, k, proposals)
+        return SearchResult(scores, found, gallery.images(found), gallery.model.metric, searched)
+
+
+def search_attributes(query: str, gallery: Gallery, k: int = 10) -> SearchResult:
+    """Search for the gallery images with attributes, by the product of their probabilities.
+
+    Args:
+        query: attributes separated by commas, e.g. ``"red upper, hat"``, see ``parse_query``.
+        gallery: gallery to search.
+        k: number of results; limited to the size of the gallery. Default: 10.
+
+    Returns:
+        Result of one query, with ``metric`` ``"attributes"``.
+
+    Raises:
+        ConfigError: if ``k`` is below 1, the gallery has no attributes, or none matches a term.
+    """
+    _check_positive(k, None)
+    probabilities = attribute_columns(gallery.columns, gallery.path)
+    scores = score(probabilities, parse_query(query, tuple(probabilities)))
+    rows = np.argsort(-scores, kind="stable")[None, :k]
+    return SearchResult(scores[rows].astype(np.float32), rows, gallery.images(rows), "attributes", len(gallery))
+
+
+def rows_with_attributes(query: str, gallery: Gallery, threshold: float) -> np.ndarray:
+    """Return the rows (M,) int64 of the gallery images with attributes.
+
+    Args:
+        query, gallery: see ``search_attributes``.
+        threshold: probability in 0..1 from which an attribute is predicted.
+
+    Raises:
+        ConfigError: see ``search_attributes``.
+        DataError: if no image has the attributes.
+    """
+    probabilities = attribute_columns(gallery.columns, gallery.path)
+    rows = np.flatnonzero(has_attributes(probabilities, parse_query(query, tuple(probabilities)), threshold))
+    if not len(rows):
+        raise DataError(
+            f"none of the {len(gallery)} gallery images has the attributes {query!r} with a probability of at least "
+            f"{threshold:g}.\n  fix: name fewer attributes, or decrease TEST.THRES"
+        )
+    return rows
+
+
+def decide(result: SearchResult, calibration: Calibration | None) -> Decision | None:
+    """Decide with the calibration of a model whether the identities of the queries are known.
+
+    Returns:
+        The decisions; None without a calibration, or, with a warning, if it is for another metric.
+    """
+    if calibration is None:
+        return None
+    if result.metric != calibration.metric:
+        logger.warning(
+            "the search threshold is not used: it is for TEST.METRIC %s, but the gallery was extracted for %s.\n"
+            "  fix: extract the gallery again with this model",
+            calibration.metric,
+            result.metric,
+        )
+        return None
+    rate = calibration.expected_fpir(result.searched)
+    if result.searched > _MUCH_LARGER * calibration.gallery_size:
+        logger.warning(
+            "the gallery has %d images, but the search threshold was chosen for %d: up to %.1f %% of the queries "
+            "without a match are accepted, instead of %.3g %%.\n"
+            "  fix: calibrate on a dataset with more images, or for a lower rate (fastamp calibrate --fpir)",
+            result.searched,
+            calibration.gallery_size,
+            100 * rate,
+            100 * calibration.fpir,
+        )
+    # An empty gallery has no match.
+    known = np.asarray(calibration.accepts(result.scores[:, :1]).any(1))
+    probabilities = calibration.probability(result.scores.astype(np.float64))
+    return Decision(known, calibration.search_threshold, rate, probabilities)
+
+
+def _check_positive(k: int, effort: int | None) -> None:
+    if k < 1 or (effort is not None and effort < 1):
+        raise ConfigError(
+            f"k and effort must be at least 1; got k={k} and effort={effort}.\n"
+            "  fix: increase k (--top) or effort (--effort)"
+        )
+
+
+def _checked(features: Tensor | np.ndarray, width: int) -> np.ndarray:
+    """Return query features as (Q, D) float32; raise DataError if they have another shape or are not finite."""
+    queries: np.ndarray = np.ascontiguousarray(torch.as_tensor(features).float().cpu().numpy())
+    if queries.ndim != 2 or queries.shape[1] != width or not np.isfinite(queries).all():
+        raise DataError(
+            f"query features must be finite and have shape (Q, {width}); got shape {queries.shape} with "
+            f"{np.count_nonzero(~np.isfinite(queries))} non-finite values.\n"
+            "  fix: extract the query features with the model of the gallery"
+        )
+    return queries

@@ -1,0 +1,111 @@
+"""Exact comparison of queries with features: with all, with a selection, or with the proposals of an index."""
+
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from fastamp.layers.distance import squared_norms
+from fastamp.retrieval.features import normalized
+from fastamp.utils.errors import DataError
+
+# Features compared at once, so that they and their copy fit into the CPU cache.
+_COMPARED_ROWS = 4096
+_TINY = 1e-12  # least norm by which a feature is divided, as in torch.nn.functional.normalize
+
+
+class Vectors:
+    """Features (N, D) of a gallery, which queries are compared with.
+
+    Args:
+        matrix: (N, D) float32, in memory or memory-mapped.
+        metric: ``"cosine"`` or ``"euclidean"``.
+        source: name of the features in error messages.
+        is_normalized: if True, the features are already as they are compared. Default: False.
+    """
+
+    def __init__(self, matrix: np.ndarray, metric: str, source: object, *, is_normalized: bool = False) -> None:
+        self.matrix, self.metric, self._source, self._is_normalized = matrix, metric, source, is_normalized
+
+    def block(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Return features as they are compared, see ``normalized``, in memory.
+
+        Raises:
+            DataError: if a feature is not finite.
+        """
+        features = np.array(self.matrix[rows], dtype=np.float32)
+        if not np.isfinite(features).all():
+            raise DataError(
+                f"the features in {self._source} are not finite.\n  fix: create the file with fastamp extract"
+            )
+        return features if self._is_normalized else normalized(features, self.metric)
+
+    @cached_property
+    def _squared_norms(self) -> torch.Tensor:
+        """Squared norms (N,) of the features; computed once, so that a search does not normalize all features again."""
+        norms = torch.empty(len(self.matrix))
+        for start in range(0, len(norms), _COMPARED_ROWS):
+            rows = slice(start, start + _COMPARED_ROWS)
+            norms[rows] = squared_norms(torch.from_numpy(np.array(self.matrix[rows])))
+            if not torch.isfinite(norms[rows]).all():
+                self.block(rows)  # raises unless only the squares are infinite
+        return norms
+
+    def nearest(self, queries: np.ndarray, k: int, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Compare queries with all features, by matrix products of blocks.
+
+        Compared to matrix products, the flat search of faiss took 3 to 18 times as long for 8 to 64 queries and
+        50,000 features of dimension 512.
+
+        Args:
+            queries: (Q, D) float32, see ``normalized``.
+            k: number of results, at most that of the features.
+            rows: (M,) int64, the features to compare with. Default: None, all.
+
+        Returns:
+            (Q, k) float32, scores, the most similar first; (Q, k) int64, their rows.
+        """
+        count = len(self.matrix) if rows is None else len(rows)
+        sought, buffer = torch.from_numpy(queries), np.empty((min(_COMPARED_ROWS, count), queries.shape[1]), np.float32)
+        best, found = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
+        for start in range(0, count, _COMPARED_ROWS):
+            stop = min(start + _COMPARED_ROWS, count)
+            chosen = slice(start, stop) if rows is None else rows[start:stop]
+            block = buffer[: stop - start]
+            block[:] = self.matrix[chosen]  # copy, because the data in the file may be unaligned
+            values = sought @ torch.from_numpy(block).T
+            if self.metric == "euclidean":
+                values = 2 * values - self._squared_norms[chosen]
+            elif not self._is_normalized:
+                values /= self._squared_norms[chosen].sqrt().clamp(min=_TINY)
+            values, indices = values.topk(min(k, stop - start), dim=1)
+            best, found = torch.cat((best, values), 1), torch.cat((found, indices + start), 1)
+            best, order = best.topk(min(k, best.shape[1]), dim=1)
+            found = found.gather(1, order)
+        numbers = found.numpy() if rows is None else rows[found.numpy()]
+        return self.nearest_of(queries, k, numbers)  # avoids cancellation in the difference of large squares
+
+    def nearest_of(self, queries: np.ndarray, k: int, proposals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Compare each query with its proposals, or with all features if it has fewer than k; see ``nearest``.
+
+        Args:
+            queries: (Q, D) float32, see ``normalized``.
+            k: number of results, at most that of the features.
+            proposals: (Q, C) int64, rows; -1 for none.
+        """
+        scores, rows = np.empty((len(queries), k), np.float32), np.empty((len(queries), k), np.int64)
+        for number, (query, proposed) in enumerate(zip(queries, proposals, strict=True)):
+            near = proposed[(proposed >= 0) & (proposed < len(self.matrix))]
+            if len(near) < k:
+                near = self.nearest(query[None], k)[1][0]
+            values = self._scores(query, near)
+            order = np.argsort(values if self.metric == "euclidean" else -values, kind="stable")[:k]
+            scores[number], rows[number] = values[order], near[order]
+        return scores, rows
+
+    def _scores(self, query: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Compute the scores (C,) float64 of a query (D,) and ``rows`` (C,)."""
+        features, query = self.block(rows).astype(np.float64), query.astype(np.float64)
+        if self.metric == "cosine":
+            return np.asarray((features @ query).clip(-1, 1))
+        return np.asarray(np.linalg.norm(features - query, axis=1))
