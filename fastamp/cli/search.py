@@ -32,6 +32,7 @@ from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 from fastamp.utils.table import format_table
 
 if TYPE_CHECKING:
+    from fastamp.retrieval.gallery import Conditions
     from fastamp.retrieval.search import SearchResult
 
 # Keys of the rows of results; a column of the gallery with such a name has another key.
@@ -159,12 +160,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _conditions(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the conditions on the gallery images, see ``Gallery.rows_where``."""
+def _conditions(args: argparse.Namespace) -> "Conditions":
+    from fastamp.retrieval.gallery import Conditions
     from fastamp.retrieval.gallery_store import parse_time
 
-    conditions: dict[str, Any] = {_PLURALS[name]: values for name in _PLURALS if (values := getattr(args, name))}
-    return conditions | {name: parse_time(text) for name in ("after", "before") if (text := getattr(args, name))}
+    times = {name: parse_time(text) for name in ("after", "before") if (text := getattr(args, name))}
+    return Conditions(args.camera or (), args.identity or (), **times)
 
 
 def _score_name(metric: str) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from fastamp.inference.similarity import Comparison, sample_pair_scores
 from fastamp.layers.distance import pairwise_distance
 from fastamp.retrieval.features import ModelId, check_same_model
 from fastamp.retrieval.features_file import read_features
-from fastamp.retrieval.gallery import FeaturesGallery, Gallery
+from fastamp.retrieval.gallery import Conditions, FeaturesGallery, Gallery
 from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.retrieval.search import SearchResult, decide, rows_with_attributes, search, search_attributes
 from fastamp.utils.errors import ConfigError, DataError, check_choice
@@ -208,7 +208,7 @@ class FeatureModel(ABC):
             source, pairs = "the reference", reference
         elif reference is not None:
             stored = read_features(reference)
-            check_same_model(stored, self)
+            check_same_model(stored.path, stored.model, self.config_hash, self.checkpoint)
             pairs = sample_pair_scores(stored, junk=self.protocol.junk, seed=self.protocol.seed)
             source = str(reference)
         if pairs is not None and pairs.metric != self.metric:  # opts changed it
@@ -224,7 +224,7 @@ class FeatureModel(ABC):
         effort: int | None = None,
         exact: bool = False,
         attributes: str = "",
-        conditions: Mapping[str, Any] | None = None,
+        conditions: Conditions | None = None,
         color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
@@ -239,8 +239,7 @@ class FeatureModel(ABC):
             effort, exact: see ``fastamp.retrieval.search.search``.
             attributes: attributes of the gallery images to compare with, e.g. ``"red upper, hat"``, predicted with a
                 probability of at least TEST.THRES, for a model of FastAttr. Default: "", all gallery images.
-            conditions: conditions that the gallery images must meet, the arguments of ``Gallery.rows_where``.
-                Default: None, all images.
+            conditions: conditions that the gallery images must meet. Default: None, all images.
             color: see ``features``.
             camids, viewids, modality: cameras, views and modalities of the queries, see ``features``.
 
@@ -261,16 +260,17 @@ class FeatureModel(ABC):
                 f"expected a gallery or the path of one, got {type(gallery).__name__}.\n"
                 "  fix: pass the output file of `fastamp extract`, or the result of open_gallery"
             )
-        check_same_model(gallery, self)
+        check_same_model(gallery.path, gallery.model, self.config_hash, self.checkpoint)
         if attributes:
             self.require_attributes()
         if query is None:
             return search_attributes(attributes, gallery, k)
         features = self.require_features(query, color=color, camids=camids, viewids=viewids, modality=modality)
-        where: Mapping[str, Any] | np.ndarray | None = conditions or None
+        where: Conditions | np.ndarray | None = conditions
         if attributes:
             where = rows_with_attributes(attributes, gallery, self.attribute_threshold)
-            where = np.intersect1d(where, gallery.rows_where(**conditions)) if conditions else where
+            if conditions is not None and conditions != Conditions():
+                where = np.intersect1d(where, gallery.rows_where(conditions))
         result = search(features, gallery, k, effort=effort, exact=exact, where=where)
         return replace(result, decision=decide(result, self.calibration))
 

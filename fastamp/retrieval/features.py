@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,45 +90,22 @@ class Features:
         return len(self.matrix)
 
 
-class _Stored(Protocol):
-    """Features, or a gallery, of a model."""
-
-    @property
-    def path(self) -> Path:
-        """File or folder."""
-
-    @property
-    def model(self) -> ModelId:
-        """Model of the features."""
-
-
-class _Model(Protocol):
-    """A model, or its id."""
-
-    @property
-    def config_hash(self) -> str:
-        """Hash of the model."""
-
-    @property
-    def checkpoint(self) -> str | PathLike[str]:
-        """File of the model."""
-
-
-def check_same_model(stored: _Stored, model: _Model) -> None:
+def check_same_model(path: object, stored: ModelId, config_hash: str, checkpoint: object) -> None:
     """Check that the features of a model can be compared with stored ones.
 
     Args:
-        stored: features or a gallery.
-        model: ``FeatureModel`` or ``ModelId``.
+        path: file or folder of the stored features, for the message.
+        stored: their model.
+        config_hash, checkpoint: hash and file of the model.
 
     Raises:
         DataError: if the hashes differ.
     """
-    if model.config_hash != stored.model.config_hash:
+    if config_hash != stored.config_hash:
         raise DataError(
-            f"model mismatch: the features in {stored.path} were extracted with a different model.\n"
-            f"  file:  {stored.model.checkpoint} ({stored.model.config_hash})\n"
-            f"  model: {model.checkpoint} ({model.config_hash})\n"
+            f"model mismatch: the features in {path} were extracted with a different model.\n"
+            f"  file:  {stored.checkpoint} ({stored.config_hash})\n"
+            f"  model: {checkpoint} ({config_hash})\n"
             "  fix: use the model that extracted the features, or extract them again with this model"
         )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +12,31 @@ from fastamp.retrieval.features import Features, ImageColumns, ModelId
 from fastamp.retrieval.indices import Index
 from fastamp.retrieval.vectors import Vectors
 from fastamp.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions on the images that a search compares with.
+
+    Attributes:
+        cameras, identities: accepted values. Default: (), all.
+        after, before: seconds since 1970-01-01 UTC; ``after`` is inclusive, ``before`` exclusive. An image without a
+            time meets neither. Default: None, no limit.
+    """
+
+    cameras: Collection[str] = ()
+    identities: Collection[str] = ()
+    after: float | None = None
+    before: float | None = None
+
+    def accept(self, camera: str, identity: str, time: float | None) -> bool:
+        """Return True if an image meets all conditions."""
+        return (
+            (not self.cameras or camera in self.cameras)
+            and (not self.identities or identity in self.identities)
+            and (self.after is None or (time is not None and time >= self.after))
+            and (self.before is None or (time is not None and time < self.before))
+        )
 
 
 class Gallery(Protocol):
@@ -52,20 +78,8 @@ class Gallery(Protocol):
     def images(self, rows: np.ndarray) -> ImageColumns:
         """Return the columns of images; ``rows`` is an array of indices of any shape."""
 
-    def rows_where(
-        self,
-        *,
-        cameras: Collection[str] = (),
-        identities: Collection[str] = (),
-        after: float | None = None,
-        before: float | None = None,
-    ) -> np.ndarray:
+    def rows_where(self, conditions: Conditions) -> np.ndarray:
         """Return the rows (M,) int64 of the images that meet all conditions.
-
-        Args:
-            cameras, identities: accepted values. Default: (), all.
-            after, before: seconds since 1970-01-01 UTC; ``after`` is inclusive, ``before`` exclusive. An image without
-                a time meets neither. Default: None, no limit.
 
         Raises:
             ConfigError: if the gallery has no times, but a limit is given.
@@ -102,23 +116,13 @@ class FeaturesGallery:
         """Return the columns of images; see ``Gallery``."""
         return self.features.images.take(rows)
 
-    def rows_where(
-        self,
-        *,
-        cameras: Collection[str] = (),
-        identities: Collection[str] = (),
-        after: float | None = None,
-        before: float | None = None,
-    ) -> np.ndarray:
+    def rows_where(self, conditions: Conditions) -> np.ndarray:
         """Return the rows of the images that meet all conditions; see ``Gallery``."""
-        if after is not None or before is not None:
+        if conditions.after is not None or conditions.before is not None:
             raise ConfigError(
                 f"the images of {self.path} have no times, so they cannot be limited by time.\n"
                 "  fix: remove the limits, or add the images to a mutable gallery (fastamp gallery add --time)"
             )
         images = self.features.images
-        meets = np.ones(len(self), dtype=bool)
-        for accepted, values in ((cameras, images.camera_names), (identities, images.pids)):
-            if accepted:
-                meets &= np.isin(values.astype(str), [*map(str, accepted)])
-        return np.flatnonzero(meets)
+        labels = zip(images.camera_names.astype(str).tolist(), images.pids.astype(str).tolist(), strict=True)
+        return np.flatnonzero([conditions.accept(camera, identity, None) for camera, identity in labels])

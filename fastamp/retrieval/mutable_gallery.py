@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastamp.retrieval.candidates import Candidates
 from fastamp.retrieval.features import ImageColumns, ModelId, check_same_model, normalized
+from fastamp.retrieval.gallery import Conditions
 from fastamp.retrieval.gallery_store import DATABASE_FILE, GalleryStore, Item, format_time
 from fastamp.retrieval.indices import FLAT_UP_TO, WANTED_RECALL, sample_rows
 from fastamp.retrieval.vectors import Vectors
@@ -213,27 +214,10 @@ class MutableGallery:
         """Columns ``id`` and ``time`` (ISO 8601 text, "" if unknown) of all items, (N,) str."""
         return dict(self.images(np.arange(len(self))).further)
 
-    def rows_where(
-        self,
-        *,
-        cameras: Collection[str] = (),
-        identities: Collection[str] = (),
-        after: float | None = None,
-        before: float | None = None,
-    ) -> np.ndarray:
+    def rows_where(self, conditions: Conditions) -> np.ndarray:
         """Return the rows of the items that meet all conditions; see ``Gallery``."""
         with self.reading():
-            return np.array(
-                [
-                    row
-                    for row, item in enumerate(self.items)
-                    if (not cameras or item.camera in cameras)
-                    and (not identities or item.identity in identities)
-                    and (after is None or (item.time is not None and item.time >= after))
-                    and (before is None or (item.time is not None and item.time < before))
-                ],
-                dtype=np.int64,
-            )
+            return np.flatnonzero([conditions.accept(item.camera, item.identity, item.time) for item in self.items])
 
     @property
     def wants_candidates(self) -> bool:
@@ -399,7 +383,7 @@ def create_or_open(path: str | PathLike[str], model: ModelId) -> MutableGallery:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / DATABASE_FILE).exists():
         raise ConfigError(f"{folder} exists and is not a gallery.\n  fix: choose another folder")
     gallery = MutableGallery(folder, model)
-    check_same_model(gallery, model)
+    check_same_model(gallery.path, gallery.model, model.config_hash, model.checkpoint)
     return gallery
 
 

@@ -87,7 +87,7 @@ def open_gallery(
             )
         mutable = MutableGallery(path)
         if of is not None:
-            check_same_model(mutable, of)
+            check_same_model(mutable.path, mutable.model, of.config_hash, of.checkpoint)
         return mutable
     if path.is_dir():
         raise DataError(
@@ -98,7 +98,7 @@ def open_gallery(
         index, path = path, _features_of(path)
     features = read_features(path)
     if of is not None:
-        check_same_model(features, of)
+        check_same_model(features.path, features.model, of.config_hash, of.checkpoint)
     return with_index(features, path.with_suffix(".index") if index is None else Path(index).expanduser(), kind)
 
 

@@ -1,9 +1,7 @@
 """Search of a gallery: the nearest images of features, images with attributes, and decisions on unknown identities."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor
 from fastamp.evaluation.calibration import Calibration
 from fastamp.retrieval.attribute_search import attribute_columns, has_attributes, parse_query, score
 from fastamp.retrieval.features import ImageColumns, normalized
-from fastamp.retrieval.gallery import Gallery
+from fastamp.retrieval.gallery import Conditions, Gallery
 from fastamp.utils.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -66,7 +64,7 @@ def search(
     *,
     effort: int | None = None,
     exact: bool = False,
-    where: Mapping[str, Any] | np.ndarray | None = None,
+    where: Conditions | np.ndarray | None = None,
 ) -> SearchResult:
     """Search for the nearest gallery images.
 
@@ -79,8 +77,8 @@ def search(
         effort: number of lists to search for ``ivf`` and ``ivfpq`` (nprobe), or number of candidates for ``hnsw``
             (efSearch); larger values increase recall and search time. Default: that of the index.
         exact: if True, compare with all images, regardless of the kind of index. Default: False.
-        where: conditions on the images to compare with, see ``Gallery.rows_where``, or their rows (M,) int64; the
-            comparison is exact. Default: None, all images.
+        where: conditions on the images to compare with, or their rows (M,) int64; the comparison is exact.
+            Default: None, all images.
 
     Raises:
         ConfigError: if ``k`` or ``effort`` is below 1, or the gallery has no values for a condition.
@@ -89,7 +87,10 @@ def search(
     _check_positive(k, effort)
     with gallery.reading():
         queries = normalized(_checked(features, gallery.model.width), gallery.model.metric)
-        rows = gallery.rows_where(**where) if isinstance(where, Mapping) else where
+        if isinstance(where, Conditions):
+            rows = None if where == Conditions() else gallery.rows_where(where)
+        else:
+            rows = where
         searched = len(gallery) if rows is None else len(rows)
         k = min(k, searched)
         proposals = None if exact or rows is not None else gallery.propose(queries, k, effort)

@@ -11,6 +11,7 @@ from fastamp.utils.errors import DataError
 
 # Features compared at once, so that they and their copy fit into the CPU cache.
 _COMPARED_ROWS = 4096
+_SCORED = 2048  # features that are compared with their own query at once
 _TINY = 1e-12  # least norm by which a feature is divided, as in torch.nn.functional.normalize
 
 
@@ -26,6 +27,8 @@ class Vectors:
 
     def __init__(self, matrix: np.ndarray, metric: str, source: object, *, is_normalized: bool = False) -> None:
         self.matrix, self.metric, self._source, self._is_normalized = matrix, metric, source, is_normalized
+        # Features in a file may be unaligned: their bytes are copied twice as fast as their values.
+        self._bytes = (matrix if matrix.flags.c_contiguous else np.ascontiguousarray(matrix)).view(np.uint8)
 
     def block(self, rows: slice | np.ndarray) -> np.ndarray:
         """Return features as they are compared, see ``normalized``, in memory.
@@ -33,12 +36,16 @@ class Vectors:
         Raises:
             DataError: if a feature is not finite.
         """
-        features = np.array(self.matrix[rows], dtype=np.float32)
+        features = self._copy(rows)
         if not np.isfinite(features).all():
             raise DataError(
                 f"the features in {self._source} are not finite.\n  fix: create the file with fastamp extract"
             )
         return features if self._is_normalized else normalized(features, self.metric)
+
+    def _copy(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Return a copy of features in memory."""
+        return np.array(self._bytes[rows]).view(np.float32)
 
     @cached_property
     def _squared_norms(self) -> torch.Tensor:
@@ -46,7 +53,7 @@ class Vectors:
         norms = torch.empty(len(self.matrix))
         for start in range(0, len(norms), _COMPARED_ROWS):
             rows = slice(start, start + _COMPARED_ROWS)
-            norms[rows] = squared_norms(torch.from_numpy(np.array(self.matrix[rows])))
+            norms[rows] = squared_norms(torch.from_numpy(self._copy(rows)))
             if not torch.isfinite(norms[rows]).all():
                 self.block(rows)  # raises unless only the squares are infinite
         return norms
@@ -72,7 +79,7 @@ class Vectors:
             stop = min(start + _COMPARED_ROWS, count)
             chosen = slice(start, stop) if rows is None else rows[start:stop]
             block = buffer[: stop - start]
-            block[:] = self.matrix[chosen]  # copy, because the data in the file may be unaligned
+            block.view(np.uint8)[:] = self._bytes[chosen]
             values = sought @ torch.from_numpy(block).T
             if self.metric == "euclidean":
                 values = 2 * values - self._squared_norms[chosen]
@@ -93,19 +100,26 @@ class Vectors:
             k: number of results, at most that of the features.
             proposals: (Q, C) int64, rows; -1 for none.
         """
+        is_row = (proposals >= 0) & (proposals < len(self.matrix))
         scores, rows = np.empty((len(queries), k), np.float32), np.empty((len(queries), k), np.int64)
-        for number, (query, proposed) in enumerate(zip(queries, proposals, strict=True)):
-            near = proposed[(proposed >= 0) & (proposed < len(self.matrix))]
-            if len(near) < k:
-                near = self.nearest(query[None], k)[1][0]
-            values = self._scores(query, near)
-            order = np.argsort(values if self.metric == "euclidean" else -values, kind="stable")[:k]
-            scores[number], rows[number] = values[order], near[order]
+        step = max(1, _SCORED // max(1, proposals.shape[1]))
+        for start in range(0, len(queries), step):
+            part = slice(start, start + step)
+            near = np.where(is_row[part], proposals[part], 0)
+            values = np.where(is_row[part], self._similarities(queries[part], near), -np.inf)
+            order = np.argsort(-values, axis=1, kind="stable")[:, :k]
+            if order.shape[1] == k:
+                scores[part], rows[part] = np.take_along_axis(values, order, 1), np.take_along_axis(near, order, 1)
+        few = np.flatnonzero(is_row.sum(1) < k)
+        if self.metric == "euclidean":
+            scores = -scores
+        if len(few):
+            scores[few], rows[few] = self.nearest(queries[few], k)
         return scores, rows
 
-    def _scores(self, query: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Compute the scores (C,) float64 of a query (D,) and ``rows`` (C,)."""
-        features, query = self.block(rows).astype(np.float64), query.astype(np.float64)
+    def _similarities(self, queries: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Compute the similarities (Q, C) float64 of queries and ``rows`` (Q, C): cosines, or negative distances."""
+        features = self.block(rows.reshape(-1)).reshape(*rows.shape, queries.shape[1]).astype(np.float64)
         if self.metric == "cosine":
-            return np.asarray((features @ query).clip(-1, 1))
-        return np.asarray(np.linalg.norm(features - query, axis=1))
+            return np.asarray((features @ queries[:, :, None].astype(np.float64))[..., 0].clip(-1, 1))
+        return np.asarray(-np.linalg.norm(features - queries[:, None], axis=2))

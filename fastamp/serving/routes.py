@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from starlette.datastructures import FormData
 from starlette.responses import JSONResponse, Response
 
+from fastamp.retrieval.gallery import Conditions
 from fastamp.retrieval.gallery_store import parse_time
 from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.serving import schemas
@@ -117,14 +118,8 @@ def add_model_routes(app: FastAPI, service: Service, access: list[Any]) -> None:
         async def answer(form: FormData) -> dict[str, Any]:
             service.require_gallery()
             k = number_of(form, "k", min(10, service.limits.results), service.limits.results)
-            conditions: dict[str, Any] = {
-                name: values
-                for name, field in (("cameras", "camera"), ("identities", "identity"))
-                if (values := texts_of(form, field))
-            }
-            for name in ("after", "before"):
-                if texts := texts_of(form, name):
-                    conditions[name] = parse_time(texts[0])
+            times = {name: parse_time(texts[0]) for name in ("after", "before") if (texts := texts_of(form, name))}
+            conditions = Conditions(texts_of(form, "camera"), texts_of(form, "identity"), **times)
             features, _ = await service.features(await uploads_of(form, most=most))
             return await service.search(features, k, conditions)
 

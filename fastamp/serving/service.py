@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.predictor import Predictor
+from fastamp.retrieval.gallery import Conditions
 from fastamp.retrieval.gallery_store import Item, parse_time
 from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.retrieval.search import decide, search
@@ -225,9 +226,9 @@ class Service:
 
         return (await self.in_gallery(change)).texts()
 
-    async def search(self, features: Tensor, k: int, conditions: dict[str, Any]) -> dict[str, Any]:
+    async def search(self, features: Tensor, k: int, conditions: Conditions) -> dict[str, Any]:
         """Search for the nearest items of features (Q, D), and decide with the calibration of the model."""
-        result = await self.in_gallery(lambda gallery: search(features, gallery, k, where=conditions or None))
+        result = await self.in_gallery(lambda gallery: search(features, gallery, k, where=conditions))
         decided, queries = decide(result, self.model.calibration), []
         for query in range(len(features)):
             images = result.images.take(query)
@@ -250,7 +251,7 @@ class Service:
                 known = "match" if decided.known[query] else "unknown"
                 decision = {"decision": known, "threshold": decided.threshold, "fpir": decided.fpir}
             queries.append({**decision, "found": matches})
-        recall = None if conditions or self.gallery is None else self.gallery.recall
+        recall = None if conditions != Conditions() or self.gallery is None else self.gallery.recall
         return {"metric": result.metric, "searched": result.searched, "recall": recall, "queries": queries}
 
     def compared(self, score: float) -> dict[str, Any]:

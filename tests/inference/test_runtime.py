@@ -208,7 +208,7 @@ def test_calibration_and_hash_in_the_file(predictor, tmp_path, monkeypatch, metr
     assert compared.probability == pytest.approx(expected.probability, abs=0.01)
     with create_or_open(tmp_path / "a.gallery", model.model_id) as gallery:
         gallery.add([Item(str(number)) for number in range(4)], model.features(images()))
-        result = model.search(images()[0], gallery, 2, conditions=None)
+        result = model.search(images()[0], gallery, 2)
     assert result.decision.known.tolist() == [True] and result.searched == 4
     np.testing.assert_allclose(result.decision.probabilities, calibration.probability(result.scores))
 

@@ -29,6 +29,7 @@ from fastamp.inference.gallery_source import Metadata, add_images
 from fastamp.retrieval import mutable_gallery as module
 from fastamp.retrieval.candidates import Candidates
 from fastamp.retrieval.features import ModelId
+from fastamp.retrieval.gallery import Conditions
 from fastamp.retrieval.gallery_store import Item, format_time, parse_time
 from fastamp.retrieval.mutable_gallery import MissingItemError, MutableGallery, create_or_open
 from fastamp.retrieval.open_gallery import open_gallery
@@ -267,13 +268,13 @@ def test_metadata_pictures_and_conditions(tmp_path):
         assert opened.item("3") == Item("3", "new", camera="c9") and opened.item("1").time == 10.5
         found = search(np.eye(4, WIDTH)[3:], opened, 1)
         assert (found.images.paths[0, 0], found.images.pids[0, 0], found.images.cameras[0, 0]) == ("new", "-1", "c9")
-        assert opened.rows_where(cameras=["c0"]).tolist() == [0, 1]
-        assert opened.rows_where(identities=["p0"], cameras=["c1"]).tolist() == [2]
-        assert opened.rows_where(after=0.0, before=10.5).tolist() == [0]
-        assert opened.rows_where(after=10.5).tolist() == [1]
-        result = search(np.ones((1, WIDTH)), opened, 5, where={"cameras": ["c0"]})
+        assert opened.rows_where(Conditions(cameras=["c0"])).tolist() == [0, 1]
+        assert opened.rows_where(Conditions(identities=["p0"], cameras=["c1"])).tolist() == [2]
+        assert opened.rows_where(Conditions(after=0.0, before=10.5)).tolist() == [0]
+        assert opened.rows_where(Conditions(after=10.5)).tolist() == [1]
+        result = search(np.ones((1, WIDTH)), opened, 5, where=Conditions(cameras=["c0"]))
         assert sorted(result.images.further["id"][0].tolist()) == ["0", "1"] and result.searched == 2
-        result = search(np.ones((2, WIDTH)), opened, 5, where={"cameras": ["c8"]})
+        result = search(np.ones((2, WIDTH)), opened, 5, where=Conditions(cameras=["c8"]))
         assert result.rows.shape == (2, 0) and result.searched == 0
     gallery.remove(["0"])
     assert gallery.picture("0") is None
@@ -494,10 +495,10 @@ def test_extracted_features_are_added_without_the_model(demo, predictor, tmp_pat
     assert {item.camera for item in MutableGallery(folder).items} == {"x"}
     camera = extraction.images.cameras[0]
     for source in (extraction.path, folder):
-        found = predictor.search(extraction.images.paths[0], source, 5, conditions={"cameras": [camera]})
+        found = predictor.search(extraction.images.paths[0], source, 5, conditions=Conditions(cameras=[camera]))
         assert set(found.images.cameras[0]) == ({camera} if source == extraction.path else set())
     with pytest.raises(ConfigError, match="no times"):
-        predictor.search(extraction.images.paths[0], extraction.path, conditions={"after": 0.0})
+        predictor.search(extraction.images.paths[0], extraction.path, conditions=Conditions(after=0.0))
 
 
 @pytest.mark.parametrize("replace", [False, True])
