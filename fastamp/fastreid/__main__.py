@@ -5,4 +5,5 @@ import sys
 from fastamp.engine import run_command_line
 from fastamp.fastreid.script import run
 
-sys.exit(run_command_line(run))
+if __name__ == "__main__":
+    sys.exit(run_command_line(run))

@@ -402,12 +402,23 @@ def test_loop_with_an_own_step_is_run_by_the_default_trainer(cfg, tmp_path):
     class Trainer(AssembledTrainer):
         loop = OwnLoop
 
-    trainer = Trainer(cfg)
+    trainer, losses = Trainer(cfg), []
+    trainer.register_hooks([hooks.CallbackHook(after_step=lambda run: losses.append(run.storage.latest()["loss_cls"]))])
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.train()
+    assert [iteration for _, iteration in losses] == list(range(trainer.max_iter)) and losses
     assert not all(map(torch.equal, before, trainer.model.parameters()))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.json").read_text().splitlines()]
     assert any("total_loss" in row and "loss_cls" in row for row in rows)
+
+
+def test_attribute_that_is_read_too_early_is_named(cfg):
+    class Trainer(DefaultTrainer):
+        def __init__(self, cfg):
+            self.model.train()
+
+    with pytest.raises(AttributeError, match="'model'"):
+        Trainer(cfg)
 
 
 def test_trainer_that_builds_its_parts_trains_and_resumes_like_the_default(cfg):

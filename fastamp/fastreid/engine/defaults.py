@@ -76,13 +76,15 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
 
     def _connect(self) -> None:
         """Call the methods that a subclass overrides."""
-        self.storage: EventStorage = RunStorage(self.trainer, self.writers)
+        own_loop = isinstance(self.trainer, TrainerBase)
+        self.storage: RunStorage = self.trainer.storage if own_loop else RunStorage(self.trainer)
+        self.storage.writers = self.writers
         self.register_hooks([MethodsHook(self, Points)])
-        if overrides(type(self), "run_step", DefaultTrainer) or isinstance(self.trainer, TrainerBase):
+        if own_loop or overrides(type(self), "run_step", DefaultTrainer):
             vars(self.trainer)["run_step"] = self._run_own_step
 
     def __getattr__(self, name: str) -> Any:
-        if name == "trainer":  # not built yet
+        if "trainer" not in vars(self):  # not built yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name == "start_epoch":  # first epoch of the run; above 0 after a resume
             return self.trainer.start_iter // self.trainer.iters_per_epoch

@@ -13,7 +13,7 @@ from fastamp.amp import LossScaler, PrecisionPolicy
 from fastamp.config import get_cfg
 from fastamp.engine import train_loop
 from fastamp.fastreid.overrides import called_methods, warn_of_uncalled_methods
-from fastamp.fastreid.utils.events import EventStorage, RunStorage
+from fastamp.fastreid.utils.events import RunStorage
 
 POINTS = ("before_train", "after_train", "before_epoch", "after_epoch", "before_step", "after_step")
 """Methods of hooks and trainers that FastReID calls."""
@@ -57,7 +57,7 @@ class TrainerBase(Points, train_loop.TrainerBase):
         if not isinstance(self, TrainerBase):
             return  # a DefaultTrainer whose __init__ builds its parts
         super().__init__(*args, **options)
-        self.storage: EventStorage = RunStorage(self)
+        self.storage = RunStorage(self)
         self.register_hooks([MethodsHook(self, Points)])
 
     def register_hooks(self, hooks: Iterable[train_loop.HookBase | None]) -> None:

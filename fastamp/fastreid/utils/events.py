@@ -210,12 +210,16 @@ class RunStorage(EventStorage):
 
     Args:
         loop: training loop, whose losses are recorded.
+
+    Attributes:
         writers: those with a method ``write_image`` receive the images. Default: none.
     """
 
-    def __init__(self, loop: TrainerBase, writers: Sequence[Any] = ()) -> None:
+    writers: Sequence[Any] = ()
+
+    def __init__(self, loop: TrainerBase) -> None:
         super().__init__()
-        self._metrics, self._writers = loop.metrics, writers
+        self._metrics = loop.metrics
         loop.register_hooks([_RunRecorder(self)])
 
     def put_scalar(self, name: str, value: Any, smoothing_hint: bool = True) -> None:
@@ -225,7 +229,7 @@ class RunStorage(EventStorage):
 
     def put_image(self, img_name: str, img_tensor: Any) -> None:
         """Write an image to TensorBoard; see ``EventStorage.put_image``."""
-        for writer in self._writers:
+        for writer in self.writers:
             if hasattr(writer, "write_image"):
                 writer.write_image(self.iter, self._prefix + img_name, _to_image(img_tensor))
 
