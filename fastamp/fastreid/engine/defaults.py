@@ -78,7 +78,7 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
         """Call the methods that a subclass overrides."""
         own_loop = isinstance(self.trainer, TrainerBase)
         self.storage: RunStorage = self.trainer.storage if own_loop else RunStorage(self.trainer)
-        self.storage.writers = self.writers
+        vars(self.storage).update(writers=self.writers)
         self.register_hooks([MethodsHook(self, Points)])
         if own_loop or overrides(type(self), "run_step", DefaultTrainer):
             vars(self.trainer)["run_step"] = self._run_own_step
