@@ -370,8 +370,9 @@ def _worker(
     args: Any,
     pipe: Any,
 ) -> None:
-    """Run one rank and send its outcome through ``pipe``."""
+    """Run one rank and send its outcome through ``pipe``. The environment names its place, as under torchrun."""
     sys.argv = argv
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
     # Only the parent receives Ctrl-C from the terminal; it forwards it like the signals of a scheduler.
     os.setpgid(0, 0)
     set_handler(signal.SIG_DFL, [signal.SIGINT])

@@ -1,6 +1,10 @@
 """Modules and functions of FastReID that forks import, in addition to those in ``fastreid_imports.txt``."""
 
 import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,6 +126,22 @@ def test_environment_names_the_version_of_pytorch():
     from fastamp.fastreid.utils.collect_env import collect_env_info
 
     assert torch.__version__ in collect_env_info()
+
+
+@pytest.mark.integration
+def test_processes_of_launch_have_local_ranks(tmp_path):
+    (tmp_path / "ranks.py").write_text(
+        "from fastreid.engine import launch\n"
+        "from fastreid.utils import comm\n"
+        "def main():\n"
+        "    print(f'LOCAL {comm.get_local_rank()} {comm.get_local_size()}\\n', end='', flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    launch(main, 2, 1, 0, 'auto')\n"
+    )
+    command = [sys.executable, "-m", "fastamp.fastreid", str(tmp_path / "ranks.py")]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert sorted(found.stdout.splitlines()) == ["LOCAL 0 2", "LOCAL 1 2"], found.stderr
 
 
 def test_precise_batch_norm_computes_the_mean_of_the_batches():

@@ -29,14 +29,7 @@ def build_dist(feat_1: torch.Tensor, feat_2: torch.Tensor, metric: str = "euclid
         return squared_euclidean_distance(feat_1, feat_2).cpu().numpy()
     if metric == "cosine":
         return pairwise_distance(feat_1, feat_2, "cosine").cpu().numpy()
-    return re_ranking_distances(feat_1, feat_2, k1=kwargs.get("k1", 20), k2=kwargs.get("k2", 6), lambda_value=0.0)
-
-
-def re_ranking_distances(
-    feat_1: torch.Tensor, feat_2: torch.Tensor, *, k1: int, k2: int, lambda_value: float
-) -> np.ndarray:
-    """Compute the re-ranked distances (M, N) of FastReID's variant; see ``fastamp.evaluation.rerank.ReRanking``."""
-    options = ReRanking(k1=k1, k2=k2, lambda_value=lambda_value, variant="fastreid")
+    options = ReRanking(k1=kwargs.get("k1", 20), k2=kwargs.get("k2", 6), lambda_value=0.0, variant="fastreid")
     distances = ReRankedDistances(feat_1, feat_2, metric="euclidean", options=options)
     return np.concatenate([block.cpu().numpy().copy() for _, block in distances.blocks()])
 
