@@ -27,8 +27,6 @@ class Vectors:
 
     def __init__(self, matrix: np.ndarray, metric: str, source: object, *, is_normalized: bool = False) -> None:
         self.matrix, self.metric, self._source, self._is_normalized = matrix, metric, source, is_normalized
-        # Features in a file may be unaligned: their bytes are copied twice as fast as their values.
-        self._bytes = (matrix if matrix.flags.c_contiguous else np.ascontiguousarray(matrix)).view(np.uint8)
 
     def block(self, rows: slice | np.ndarray) -> np.ndarray:
         """Return features as they are compared, see ``normalized``, in memory.
@@ -36,16 +34,12 @@ class Vectors:
         Raises:
             DataError: if a feature is not finite.
         """
-        features = self._copy(rows)
+        features = np.array(self.matrix[rows])
         if not np.isfinite(features).all():
             raise DataError(
                 f"the features in {self._source} are not finite.\n  fix: create the file with fastamp extract"
             )
         return features if self._is_normalized else normalized(features, self.metric)
-
-    def _copy(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Return a copy of features in memory."""
-        return np.array(self._bytes[rows]).view(np.float32)
 
     @cached_property
     def _squared_norms(self) -> torch.Tensor:
@@ -53,7 +47,7 @@ class Vectors:
         norms = torch.empty(len(self.matrix))
         for start in range(0, len(norms), _COMPARED_ROWS):
             rows = slice(start, start + _COMPARED_ROWS)
-            norms[rows] = squared_norms(torch.from_numpy(self._copy(rows)))
+            norms[rows] = squared_norms(torch.from_numpy(np.array(self.matrix[rows])))
             if not torch.isfinite(norms[rows]).all():
                 self.block(rows)  # raises unless only the squares are infinite
         return norms
@@ -79,7 +73,7 @@ class Vectors:
             stop = min(start + _COMPARED_ROWS, count)
             chosen = slice(start, stop) if rows is None else rows[start:stop]
             block = buffer[: stop - start]
-            block.view(np.uint8)[:] = self._bytes[chosen]
+            block[:] = self.matrix[chosen]  # copy, because the data in the file may be unaligned
             values = sought @ torch.from_numpy(block).T
             if self.metric == "euclidean":
                 values = 2 * values - self._squared_norms[chosen]
