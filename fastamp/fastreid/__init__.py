@@ -14,6 +14,9 @@ from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
 
+__version__ = "1.3"
+"""Release of FastReID whose names this package has."""
+
 _PROVIDERS = {
     "fastreid.data.datasets.registered": (
         "data.datasets.AirportALERT data.datasets.caviara data.datasets.cuhk03 data.datasets.cuhk_sysu "

@@ -18,7 +18,12 @@ from fastamp.utils.errors import ConfigError, UserError
 _SCRIPT = "FASTAMP_FASTREID_SCRIPT"
 """Environment variable with the path of the script, for the processes that it starts."""
 
-_NO_CUDA = ("no NVIDIA driver", "not compiled with CUDA", "No CUDA GPUs are available")
+_NO_CUDA = (
+    "no NVIDIA driver",
+    "not compiled with CUDA",
+    "No CUDA GPUs are available",
+    "on a CUDA device but torch.cuda",
+)
 """Parts of PyTorch's messages about a missing CUDA device."""
 
 
@@ -30,13 +35,18 @@ def execute(script: str, namespace: dict[str, Any]) -> None:
         namespace: globals of the script; ``__file__`` is set.
 
     Raises:
-        UserError: if the script imports a name that FastReID does not have, or uses CUDA without a CUDA device.
+        UserError: if the script has a syntax error, imports a name that FastReID does not have, or uses CUDA without a
+            CUDA device.
     """
     path = Path(script)
     sys.path[0] = str(path.resolve().parent)
     namespace.update(__file__=script, __doc__=None)
     try:
         exec(compile(path.read_bytes(), script, "exec"), namespace)
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}\n  fix: correct the line"
+        ) from error
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("fastreid", "fastamp"):
             raise
@@ -49,7 +59,7 @@ def execute(script: str, namespace: dict[str, Any]) -> None:
             raise
         raise UserError(
             f"{script} uses CUDA, and this machine has no CUDA device: {error}\n"
-            "  fix: replace .cuda() by .to(cfg.MODEL.DEVICE), and set MODEL.DEVICE to cpu"
+            "  fix: replace .cuda() by .to(cfg.MODEL.DEVICE), map_location by cfg.MODEL.DEVICE, and set the key to cpu"
         ) from error
 
 

@@ -14,11 +14,12 @@ from fastamp.fastreid.modeling import build_model
 from fastamp.fastreid.modeling.heads import EmbeddingHead, build_heads
 from fastamp.fastreid.modeling.heads.build import REID_HEADS_REGISTRY
 from fastamp.fastreid.modeling.losses import log_accuracy
-from fastamp.fastreid.modeling.meta_arch import META_ARCH_REGISTRY, Baseline, Distiller
+from fastamp.fastreid.modeling.meta_arch import META_ARCH_REGISTRY, MGN, Baseline, Distiller, MoCo
 from fastamp.fastreid.solver import build_optimizer
 from fastamp.fastreid.utils.events import EventStorage
 from fastamp.utils.errors import ConfigError
 
+META_ARCHITECTURES = {"Baseline": Baseline, "MGN": MGN, "MoCo": MoCo}
 LAYERS = ["Linear", "CosSoftmax", "ArcSoftmax", "CircleSoftmax"]
 
 
@@ -247,6 +248,73 @@ def test_labels_of_the_usual_losses_are_still_checked(cfg):
     model = build_model(cfg.with_values({"MODEL.HEADS.NUM_CLASSES": 2})).train()
     with pytest.raises(ValueError, match="targets"):
         model({"images": torch.zeros(2, 3, 64, 32), "targets": torch.zeros(2, 2)})
+
+
+class WithOwnLosses:
+    """Model with FastReID's constructor and an additional loss."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.share = nn.Parameter(torch.tensor(0.5))
+
+    def losses(self, *outputs_and_labels):
+        losses = super().losses(*outputs_and_labels)
+        return losses | {"loss_own": self.share * outputs_and_labels[0]["features"].square().mean()}
+
+
+@META_ARCH_REGISTRY.register()
+class OwnMGN(WithOwnLosses, MGN):
+    pass
+
+
+@META_ARCH_REGISTRY.register()
+class OwnMoCo(WithOwnLosses, MoCo):
+    pass
+
+
+def branched(cfg, name):
+    values = {"MODEL.META_ARCHITECTURE": name, "MODEL.HEADS.NUM_CLASSES": 4, "MODEL.QUEUE_SIZE": 16}
+    values |= {"MODEL.BACKBONE.NAME": "build_resnet_backbone", "MODEL.BACKBONE.DEPTH": "18x"}
+    return cfg.with_values(values | {"MODEL.BACKBONE.FEAT_DIM": 512, "MODEL.BACKBONE.PRETRAIN": False})
+
+
+@pytest.mark.parametrize("name", ["MGN", "MoCo"])
+def test_mgn_and_moco_with_own_losses_add_them_to_the_usual_ones(cfg, name):
+    batch = {"images": torch.rand(8, 3, 96, 32) * 255, "targets": torch.arange(8) // 2}
+    found = {}
+    for model in (name, f"Own{name}"):
+        torch.manual_seed(0)
+        found[model] = build_model(branched(cfg, model)).train()(batch)
+    assert {"loss_mb", "loss_cls"} <= found["OwnMoCo"].keys() if name == "MoCo" else "loss_cls_b33" in found["OwnMGN"]
+    assert found[f"Own{name}"].keys() == found[name].keys() | {"loss_own"}
+    for loss, value in found[name].items():
+        torch.testing.assert_close(found[f"Own{name}"][loss], value)
+
+
+@pytest.mark.parametrize("name", ["Baseline", "MGN", "MoCo"])
+def test_built_model_is_of_the_class_with_loss_kwargs(cfg, name):
+    model = build_model(branched(cfg, name))
+    assert type(model) is META_ARCHITECTURES[name] and model.loss_kwargs["tri"]["margin"] == cfg.MODEL.LOSSES.TRI.MARGIN
+
+
+@META_ARCH_REGISTRY.register()
+class NormalizesInPlace(nn.Module):
+    """Model that derives from no class of fastamp."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.register_buffer("pixel_mean", torch.tensor(cfg.MODEL.PIXEL_MEAN).view(1, -1, 1, 1))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, batched_inputs):
+        return self.scale * batched_inputs["images"].sub_(self.pixel_mean).mean((2, 3))
+
+
+def test_own_model_can_normalize_the_images_of_a_batch_in_place(cfg):
+    model = build_model(cfg.with_values({"MODEL.META_ARCHITECTURE": "NormalizesInPlace"})).eval()
+    batch = {"images": torch.full((2, 3, 4, 4), 200, dtype=torch.uint8)}
+    torch.testing.assert_close(model(batch)[0], 200 - torch.tensor(cfg.MODEL.PIXEL_MEAN))
+    assert batch["images"].unique().tolist() == [200]
 
 
 def test_loss_kwargs_are_those_of_the_config(cfg):

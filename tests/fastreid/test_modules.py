@@ -184,3 +184,43 @@ def test_re_ranking_of_distance_matrices_is_an_error():
 
     with pytest.raises(ConfigError, match=r"TEST\.RERANK"):
         re_ranking(np.zeros((2, 3)), np.zeros((2, 2)), np.zeros((3, 3)))
+
+
+def test_one_of_several_ranks_can_compute_rankings_and_distances(monkeypatch):
+    from fastamp.fastreid.evaluation import aqe, evaluate_rank
+    from fastamp.fastreid.utils.compute_dist import build_dist, compute_jaccard_distance
+
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 4), torch.randn(30, 4)
+    pids, cams = np.arange(30) % 6, np.ones(30, int)
+
+    def compute():
+        jaccard = build_dist(x, y, "jaccard", k1=5, k2=2)
+        cmc, *_ = evaluate_rank(jaccard, pids[:6], pids, 0 * cams[:6], cams)
+        return [*aqe(x, y, 1, 3, 1.0), jaccard, compute_jaccard_distance(y, k1=5, k2=2), cmc]
+
+    alone = compute()
+    # A collective operation would fail: there is no process group.
+    for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 1)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    for found, expected in zip(compute(), alone, strict=True):
+        assert np.allclose(found, expected)
+
+
+def test_messages_are_logged_in_some_of_the_calls(caplog):
+    from fastamp.fastreid.utils.logger import create_small_table, log_every_n, log_every_n_seconds, log_first_n
+
+    caplog.set_level("INFO")
+    for number in range(4):
+        log_first_n(20, f"first {number}", n=2, name="fastreid.test")
+        log_first_n(20, "message", key="message")
+        log_every_n(20, f"every {number}", n=3)
+        log_every_n_seconds(20, f"seconds {number}", n=1000)
+    assert caplog.messages == ["first 0", "message", "every 0", "seconds 0", "first 1", "every 3"]
+    assert "0.500" in create_small_table({"loss": 0.5})
+
+
+def test_version_is_that_of_the_api():
+    import fastamp.fastreid as fastreid
+
+    assert fastreid.__version__ == "1.3"

@@ -106,9 +106,12 @@ def test_script_that_cannot_run_gives_one_message(tmp_path, monkeypatch, capsys,
     cases = {
         "from fastreid.config import nothing": "nothing",
         "import fastreid.nothing": "fastreid.nothing",
+        "import fastreid\nprint((fastreid)": "line 2",
     }
     if not torch.cuda.is_available():
         cases["import torch; torch.zeros(1).cuda()"] = "MODEL.DEVICE"
+        torch.save(torch.zeros(1), tmp_path / "on_cpu.pth")
+        cases[f"import torch; torch.load({str(tmp_path / 'on_cpu.pth')!r}, map_location='cuda')"] = "map_location"
     for name, value in (("meta_path", [*sys.meta_path]), ("path", [*sys.path]), ("argv", [])):
         monkeypatch.setattr(sys, name, value)
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))

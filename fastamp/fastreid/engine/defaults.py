@@ -32,10 +32,11 @@ from fastamp.fastreid.engine.train_loop import (
     TrainerBase,
 )
 from fastamp.fastreid.evaluation.reid_evaluation import build_evaluator
+from fastamp.fastreid.modeling.meta_arch.build import adapt, build_model
 from fastamp.fastreid.overrides import overrides, warn_of_uncalled_methods
 from fastamp.fastreid.solver import build_lr_scheduler, build_optimizer
 from fastamp.fastreid.utils.events import CommonMetricPrinter, EventStorage, RunStorage, RunWriter, is_active
-from fastamp.modeling import adapt_to_training_set, build_model
+from fastamp.modeling import adapt_to_training_set
 from fastamp.utils import comm
 from fastamp.utils.arguments import default_argument_parser
 
@@ -183,6 +184,11 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
     def build_lr_scheduler(cls, cfg: CfgNode, optimizer: Optimizer, iters_per_epoch: int) -> Any:
         """Build the schedulers; only used if a subclass overrides this method or reads ``scheduler``."""
         return build_lr_scheduler(cfg, optimizer, iters_per_epoch)
+
+    @classmethod
+    def build_model(cls, cfg: CfgNode) -> torch.nn.Module:
+        """Build the model; see ``fastamp.fastreid.modeling.build_model``."""
+        return adapt(super().build_model(cfg), cfg)
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> Optimizer:

@@ -1,4 +1,4 @@
-"""FastReID's ranking of a gallery by distances."""
+"""FastReID's ranking of a gallery by distances, which does not need the other ranks."""
 
 from typing import Any
 
@@ -7,9 +7,11 @@ import torch
 
 from fastamp.evaluation.identities import Identities
 from fastamp.evaluation.metrics import rank_distances
+from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 
 
+@comm.as_single_process()
 def evaluate_rank(
     distmat: np.ndarray,
     q_pids: np.ndarray,

@@ -1,4 +1,4 @@
-"""FastReID's distances between features."""
+"""FastReID's distances between features, computed without the other ranks."""
 
 from typing import Any
 
@@ -8,9 +8,11 @@ import torch
 from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.evaluation.rerank import ReRankedDistances, ReRanking, add_overlaps, reciprocal_weights
 from fastamp.layers.distance import pairwise_distance, squared_euclidean_distance
+from fastamp.utils import comm
 from fastamp.utils.errors import check_choice
 
 
+@comm.as_single_process()
 @torch.no_grad()
 def build_dist(feat_1: torch.Tensor, feat_2: torch.Tensor, metric: str = "euclidean", **kwargs: Any) -> np.ndarray:
     """Compute the distances between two sets of features.
@@ -44,6 +46,7 @@ def compute_cosine_distance(features: torch.Tensor, others: torch.Tensor) -> np.
     return build_dist(features, others, "cosine")
 
 
+@comm.as_single_process()
 @torch.no_grad()
 def compute_jaccard_distance(
     features: torch.Tensor, k1: int = 20, k2: int = 6, search_option: int = 0, fp16: bool = False

@@ -102,8 +102,8 @@ class MGN(MultiBranchModel):
                 self.add_module(f"heads_extra_bn_{branch}", build_norm(branch_norm, backbone.feature_dim))
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "MGN":
-        """Build the model configured in ``MODEL`` for images with ``INPUT.CHANNELS`` channels.
+    def from_config(cls, cfg: Any) -> dict[str, Any]:
+        """Build the parts configured in ``MODEL``, and return the constructor arguments.
 
         Raises:
             ConfigError: if the backbone is not a ResNet, ``POOL_LAYER`` is Flatten, or a loss has learnable parameters;
@@ -126,14 +126,14 @@ class MGN(MultiBranchModel):
             logger.warning("MODEL.BACKBONE.WITH_NL is ignored: MGN has no non-local blocks.\n  fix: set it to False")
         losses = build_losses(cfg)
         check_shareable(losses, "MGN's eight heads")
-        return cls(
-            backbone=backbone,
-            heads={name: build_heads(cfg) for name in HEADS},
-            losses=losses,
-            gather=cfg.MODEL.LOSSES.GATHER,
-            branch_norm=cfg.MODEL.BACKBONE.NORM if cfg.MODEL.BACKBONE.EXTRA_BN else "",
+        return {
+            "backbone": backbone,
+            "heads": {name: build_heads(cfg) for name in HEADS},
+            "losses": losses,
+            "gather": cfg.MODEL.LOSSES.GATHER,
+            "branch_norm": cfg.MODEL.BACKBONE.NORM if cfg.MODEL.BACKBONE.EXTRA_BN else "",
             **normalization(cfg),
-        )
+        }
 
     def head_inputs(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Compute the feature map of each head: head name -> (B, D, h, w)."""

@@ -114,11 +114,15 @@ class MoCo(Baseline):
     ) -> dict[str, torch.Tensor]:
         """Compute the losses of ``Baseline`` and ``loss_mb``, the memory bank loss."""
         losses = super().loss_terms(outputs, targets, batch)
-        self.key_encoder.copy_training_modes(self)
-        with torch.no_grad():
-            maps = self.feature_maps(batch, self.key_encoder.backbone)
-            keys = main_outputs(self.key_encoder.heads(maps, targets))["features"]
+        keys = self.keys(batch, targets)
         return losses | {"loss_mb": self.scale * self.memory(main_outputs(outputs)["features"], keys, targets)}
+
+    @torch.no_grad()
+    def keys(self, batch: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
+        """Compute the features of a training batch by the key encoder, (B, D)."""
+        self.key_encoder.copy_training_modes(self)
+        maps = self.feature_maps(batch, self.key_encoder.backbone)
+        return main_outputs(self.key_encoder.heads(maps, targets))["features"]
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Convert ``state`` as ``Baseline`` does; if it has no key encoder, add a copy of the model's tensors.

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastamp.modeling.losses.compute import compute_losses, over_pairs
+from fastamp.modeling.losses.compute import Outputs, compute_losses, over_pairs
 from fastamp.modeling.meta_arch.image_model import ImageModel
 
 
@@ -60,14 +60,18 @@ class MultiBranchModel(ImageModel):
             return torch.cat([F.normalize(part, dim=1) for part in features] if self.normalize_heads else features, 1)
         targets = self.targets(batch)
         outputs = {name: self._head(name)(inputs[name], targets) for name in self.head_names}
-        pair_losses = {name: loss for name, loss in self.losses.items() if over_pairs(loss)}
-        image_losses = {name: loss for name, loss in self.losses.items() if name not in pair_losses}
-        losses = self._weighted(image_losses, outputs, targets)
+        return self.loss_terms(outputs, targets)
+
+    def loss_terms(self, outputs: dict[str, Outputs], targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Compute the losses, name -> scalar float32, from the outputs of each head in training mode."""
+        losses = self._modules["losses"]  # not the attribute, which may be a method of a subclass
+        pair_losses = {name: loss for name, loss in losses.items() if over_pairs(loss)}
+        image_losses = {name: loss for name, loss in losses.items() if name not in pair_losses}
         pairs = {
             name: outputs[name] | {"features": torch.cat([outputs[part]["features"] for part in parts], dim=1)}
             for name, parts in self.pair_features.items()
         }
-        return losses | self._weighted(pair_losses, pairs, targets)
+        return self._weighted(image_losses, outputs, targets) | self._weighted(pair_losses, pairs, targets)
 
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
         """Compute the mean class logits over all heads, (B, K) float32; works in both training and evaluation mode."""

@@ -33,7 +33,7 @@ class LossArguments(dict[str, Any]):
         losses: losses of the model by name, which are also stored in the attribute ``losses``.
     """
 
-    def __init__(self, names: tuple[str, ...], losses: Losses) -> None:
+    def __init__(self, names: tuple[str, ...], losses: nn.ModuleDict) -> None:
         super().__init__(loss_names=names)
         self.losses = losses
         for loss in losses.values():
@@ -82,13 +82,9 @@ class Baseline(baseline.Baseline):
 
         If the configured model has a method ``losses`` of its own, it may compute losses that are not registered.
         """
-        names = cfg.MODEL.LOSSES.NAME
-        if _has_own_losses(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)):
-            known = tuple(name for name in names if name in LOSS_REGISTRY or name.startswith("pml/"))
-            cfg = cfg.with_values({"MODEL.LOSSES.NAME": known})
-        arguments = super().from_config(cfg)
+        arguments = super().from_config(with_known_losses(cfg))
         losses = Losses(arguments.pop("losses"), gather=arguments.pop("gather"))
-        return arguments | {"loss_kwargs": LossArguments(names, losses)}
+        return arguments | {"loss_kwargs": LossArguments(cfg.MODEL.LOSSES.NAME, losses)}
 
     def preprocess_image(self, batched_inputs: dict[str, Any] | torch.Tensor) -> torch.Tensor:
         """Return the normalized images of a batch, or of a tensor of images."""
@@ -113,6 +109,14 @@ class Baseline(baseline.Baseline):
     def losses(self, outputs: Outputs, gt_labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute the losses, name -> scalar float32, from the outputs of the head in training mode."""
         return self._modules["losses"](outputs, gt_labels)
+
+
+def with_known_losses(cfg: Any) -> Any:
+    """Return a config without the losses that only a method ``losses`` of the configured model knows."""
+    if not _has_own_losses(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)):
+        return cfg
+    names = (name for name in cfg.MODEL.LOSSES.NAME if name in LOSS_REGISTRY or name.startswith("pml/"))
+    return cfg.with_values({"MODEL.LOSSES.NAME": tuple(names)})
 
 
 def _has_own_losses(architecture: Any) -> bool:
