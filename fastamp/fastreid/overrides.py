@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from types import CodeType
-from typing import Any
 
 
 def overrides(cls: type, name: str, base: type) -> bool:
@@ -49,8 +48,3 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-
-
-def called_methods(owner: Any, base: type, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the bound methods of ``owner`` in ``names`` whose class overrides those of ``base``."""
-    return {name: getattr(owner, name) for name in names if overrides(type(owner), name, base)}

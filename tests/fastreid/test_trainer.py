@@ -412,6 +412,14 @@ def test_loop_with_an_own_step_is_run_by_the_default_trainer(cfg, tmp_path):
     assert any("total_loss" in row and "loss_cls" in row for row in rows)
 
 
+def test_checkpointer_of_the_trainer_has_the_methods_of_fastreid(cfg):
+    checkpointer = DefaultTrainer(cfg).checkpointer
+    assert not checkpointer.has_checkpoint() and checkpointer.get_checkpoint_file() == ""
+    checkpointer.save("model_0000")
+    assert checkpointer.has_checkpoint() and checkpointer.get_checkpoint_file().endswith("model_0000.pth")
+    assert "versions" in checkpointer.resume_or_load("", resume=True)
+
+
 def test_attribute_that_is_read_too_early_is_named(cfg):
     class Trainer(DefaultTrainer):
         def __init__(self, cfg):

@@ -77,6 +77,7 @@ class HookBase:
     def on_step_error(self, error: Exception) -> None:
         """Called after an exception in ``run_step``, instead of ``after_step``; may raise a more specific error.
 
+        It is not called after an exception in ``after_step`` of a hook, e.g. ``PrecisionFailure``.
         Every hook is called with the original error. If several hooks raise an error, the first of these errors is
         raised.
         """

@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode
 from fastamp.data.build import with_num_categories, with_num_classes
 from fastamp.engine import defaults, train_loop
@@ -35,6 +34,7 @@ from fastamp.fastreid.evaluation.reid_evaluation import build_evaluator
 from fastamp.fastreid.modeling.meta_arch.build import adapt, build_model
 from fastamp.fastreid.overrides import overrides, warn_of_uncalled_methods
 from fastamp.fastreid.solver import build_lr_scheduler, build_optimizer
+from fastamp.fastreid.utils.checkpoint import Checkpointer
 from fastamp.fastreid.utils.events import CommonMetricPrinter, EventStorage, RunStorage, RunWriter, is_active
 from fastamp.modeling import adapt_to_training_set
 from fastamp.utils import comm
@@ -162,6 +162,12 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
             vars(loop)["steps_taken"] += 1
             loop.metrics.average(time=time.perf_counter() - began, data_time=0.0)
             loop.metrics.latest(loss_scale=1.0, skipped_total=0, skipped_in_a_row=0)
+
+    def build_checkpointer(self, parts: Mapping[str, Any] | None = None) -> Checkpointer:
+        """Build the checkpointer, with FastReID's methods; see ``fastamp.engine.DefaultTrainer``."""
+        checkpointer = super().build_checkpointer(parts)
+        checkpointer.__class__ = Checkpointer
+        return checkpointer
 
     def build_hooks(self) -> list[CoreHook]:
         """Build the hooks; ``build_lr_scheduler`` of a subclass replaces the learning rate schedule."""

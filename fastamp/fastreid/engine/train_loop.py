@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fastamp.amp import LossScaler, PrecisionPolicy
 from fastamp.config import get_cfg
 from fastamp.engine import train_loop
-from fastamp.fastreid.overrides import called_methods, warn_of_uncalled_methods
+from fastamp.fastreid.overrides import overrides, warn_of_uncalled_methods
 from fastamp.fastreid.utils.events import RunStorage
 
 POINTS = ("before_train", "after_train", "before_epoch", "after_epoch", "before_step", "after_step")
@@ -38,7 +38,7 @@ class MethodsHook(HookBase):
     """
 
     def __init__(self, owner: Any, base: type) -> None:
-        vars(self).update(called_methods(owner, base, POINTS))
+        vars(self).update({name: getattr(owner, name) for name in POINTS if overrides(type(owner), name, base)})
 
 
 class Points:
