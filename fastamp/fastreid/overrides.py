@@ -31,15 +31,12 @@ def warn_of_uncalled_methods(cls: type, base: type, never: Mapping[str, str] | N
         if never and name in never:
             fix = never[name]
         elif name not in called and (similar or name.startswith(("before_", "after_"))):
-            fix = f"override {similar[0]}" if similar else f"override one of {', '.join(_points(called))}"
+            points = ", ".join(method for method in called if method.startswith(("before_", "after_")))
+            fix = f"override {similar[0]}" if similar else f"override one of {points}"
         else:
             continue
         message = f"{cls.__name__}.{name} is never called: {base.__name__} has no such method.\n  fix: {fix}"
         warnings.warn(message, stacklevel=3)
-
-
-def _points(names: list[str]) -> Iterator[str]:
-    return (name for name in names if name.startswith(("before_", "after_")))
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from fastamp.fastreid.engine.train_loop import (
     MethodsHook,
     Points,
     SimpleTrainer,
+    StepMethods,
     TrainerBase,
 )
 from fastamp.fastreid.evaluation.reid_evaluation import build_evaluator
@@ -289,7 +290,7 @@ class _BestMetric(BestMetric):
         return BestMetric(metric, self.datasets, "").of(results)
 
 
-class _Loop:
+class _Loop(StepMethods):
     """FastReID's ``DefaultTrainer._trainer``: the training loop, with the attributes that steps of FastReID use.
 
     Args:
@@ -301,7 +302,7 @@ class _Loop:
     """
 
     def __init__(self, loop: Any, storage: EventStorage) -> None:
-        self._loop, self._storage, self.used = loop, storage, False
+        self._loop, self.storage, self.used = loop, storage, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)
@@ -310,13 +311,6 @@ class _Loop:
         """Run one iteration of the training loop."""
         self.used = type(self._loop).run_step is train_loop.SimpleTrainer.run_step
         type(self._loop).run_step(self._loop)
-
-    @property
-    def _data_loader_iter(self) -> Iterator[dict[str, Any]]:
-        return iter(self._loop.next_batch, None)
-
-    def _write_metrics(self, loss_dict: dict[str, torch.Tensor], data_time: float, prefix: str = "") -> None:
-        self._storage.put_losses(loss_dict, data_time, prefix)
 
 
 def _results_by_dataset(results: Any, names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -194,7 +194,5 @@ class PeriodicCheckpointer(HookBase, hooks.PeriodicCheckpointer):
         options: see ``fastamp.engine.hooks.PeriodicCheckpointer``.
     """
 
-    priority = hooks.PeriodicCheckpointer.priority
-
     def __init__(self, checkpointer: Any, period: int, max_epoch: int | None = None, **options: Any) -> None:
         super().__init__(checkpointer, period, **options)

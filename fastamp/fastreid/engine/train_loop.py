@@ -70,7 +70,22 @@ class TrainerBase(Points, train_loop.TrainerBase):
             super().train(start_epoch * iters_per_epoch, max_epoch, iters_per_epoch)
 
 
-class SimpleTrainer(TrainerBase, train_loop.SimpleTrainer):
+class StepMethods:
+    """Attributes of a training loop that steps written for FastReID use."""
+
+    next_batch: Any
+    storage: Any
+
+    @property
+    def _data_loader_iter(self) -> Iterator[dict[str, Any]]:
+        return iter(self.next_batch, None)
+
+    def _write_metrics(self, loss_dict: dict[str, torch.Tensor], data_time: float, prefix: str = "") -> None:
+        """Record the losses of a step."""
+        self.storage.put_losses(loss_dict, data_time, prefix)
+
+
+class SimpleTrainer(StepMethods, TrainerBase, train_loop.SimpleTrainer):
     """Trainer in float32 with FastReID's arguments; the step is that of ``fastamp.engine.SimpleTrainer``.
 
     Args:
@@ -102,14 +117,6 @@ class SimpleTrainer(TrainerBase, train_loop.SimpleTrainer):
     def optimizer(self) -> Optimizer:
         """The first optimizer."""
         return self.optimizers[0]
-
-    @property
-    def _data_loader_iter(self) -> Iterator[dict[str, Any]]:
-        return iter(self.next_batch, None)
-
-    def _write_metrics(self, loss_dict: dict[str, torch.Tensor], data_time: float, prefix: str = "") -> None:
-        """Record the losses of a step in a method ``run_step`` of a subclass."""
-        self.storage.put_losses(loss_dict, data_time, prefix)
 
 
 class AMPTrainer(SimpleTrainer):
