@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastamp/__init__.py").read_text(encoding="utf-8")).group(1)
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastamp/utils/version.py").read_text(encoding="utf-8")).group(1)
 
 # The lowest versions tested with PyTorch 2.14, in each precision. PyTorch 2.14 does not work with onnxscript 0.5.
 EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.6"]

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-__version__ = "0.1.0"
+from fastamp.utils.version import __version__
+
 __all__ = ["Predictor", "__version__", "from_pretrained"]
 
 

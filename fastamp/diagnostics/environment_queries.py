@@ -11,11 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from fastamp import __version__
 from fastamp.amp.policy import cpu_flags, native_bfloat16
 from fastamp.utils.env import available_memory
 from fastamp.utils.errors import summarize_error
 from fastamp.utils.plugins import distribution_name, installed_plugins
+from fastamp.utils.version import __version__
 
 # Linux calls it asimdhp, PyTorch fp16_arith.
 _CPU_FP16_FLAGS = ("avx512_fp16", "asimdhp", "fp16_arith")

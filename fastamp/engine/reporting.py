@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from fastamp import __version__
 from fastamp.config import CfgNode
 from fastamp.report import History, Run, evaluated_set, items_of, read_history, source_of, write_report
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, UserError
 from fastamp.utils.files import expand, file_sha256, write_atomically
+from fastamp.utils.version import __version__
 
 __all__ = [
     "evaluated_set",

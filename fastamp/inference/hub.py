@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fastamp import __version__
 from fastamp.checkpoint.load_state import examples
 from fastamp.checkpoint.safetensors_file import CONFIG_NAME, WEIGHTS_NAME
 from fastamp.config.recipes import find_recipe
@@ -20,6 +19,7 @@ from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import HubError, optional_package
 from fastamp.utils.files import expand
 from fastamp.utils.logger import log_to_console
+from fastamp.utils.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ import torch
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from fastamp import __version__
 from fastamp.checkpoint.checkpointer import STRIPPED
 from fastamp.checkpoint.entries import is_training_recorded
 from fastamp.config import CfgNode
 from fastamp.config.changes import changed_values
 from fastamp.evaluation import PROTOCOL_REGISTRY, Protocol
 from fastamp.evaluation.calibration import read_calibration
+from fastamp.utils.version import __version__
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _TASK = "image-feature-extraction"  # the Hub's name of the task

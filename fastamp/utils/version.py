@@ -1,0 +1,3 @@
+"""Version of fastamp."""
+
+__version__ = "0.1.0"
