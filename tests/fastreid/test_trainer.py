@@ -420,6 +420,42 @@ def test_checkpointer_of_the_trainer_has_the_methods_of_fastreid(cfg):
     assert "versions" in checkpointer.resume_or_load("", resume=True)
 
 
+class ScaledLoop(AMPTrainer):
+    """Loop with the step of FastReID's ``AMPTrainer``."""
+
+    def run_step(self):
+        losses = self.model(next(self._data_loader_iter))
+        self.optimizer.zero_grad()
+        self.grad_scaler.scale(sum(losses.values())).backward()
+        self._write_metrics({**losses, "loss_scaled": losses["loss_cls"]}, 0.0)
+        self.grad_scaler.step(self.optimizer)
+        self.grad_scaler.update()
+
+
+def test_loop_assigned_after_the_construction_is_used(cfg):
+    class Trainer(DefaultTrainer):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self._trainer = ScaledLoop(self._trainer.model, self._trainer.data_loader, self._trainer.optimizer)
+
+        def build_hooks(self):
+            return [*super().build_hooks(), Rates()]
+
+    trainer, losses = Trainer(cfg), []
+    assert sum(isinstance(hook, Rates) for hook in trainer._hooks) == 1
+    trainer.register_hooks(
+        [hooks.CallbackHook(after_step=lambda run: losses.append(run.storage.latest()["loss_scaled"]))]
+    )
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    assert trainer.train()["mAP"] > 0
+    assert [iteration for _, iteration in losses] == list(range(trainer.max_iter)) and losses
+    assert not all(map(torch.equal, before, trainer.model.parameters()))
+
+
+def test_own_step_of_the_default_trainer_has_a_loss_scaler(cfg):
+    assert DefaultTrainer(cfg)._trainer.grad_scaler.scale(torch.tensor(2.0)) == 2
+
+
 def test_attribute_that_is_read_too_early_is_named(cfg):
     class Trainer(DefaultTrainer):
         def __init__(self, cfg):

@@ -30,6 +30,7 @@ from fastamp.fastreid.engine.train_loop import (
     SimpleTrainer,
     StepMethods,
     TrainerBase,
+    build_grad_scaler,
 )
 from fastamp.fastreid.evaluation.reid_evaluation import build_evaluator
 from fastamp.fastreid.modeling.meta_arch.build import adapt, build_model
@@ -66,6 +67,7 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
     Hooks that derive from FastReID's ``HookBase`` have this trainer as ``trainer``. Attributes that are not found here
     are those of the training loop, e.g. ``iter``. The ``__init__`` of a subclass may build the model, the loader, the
     optimizer and ``_trainer`` itself, and call ``TrainerBase.__init__(self)``: ``build_hooks`` builds what is missing.
+    It may also call ``super().__init__(cfg)``, and then assign another ``_trainer``.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -94,8 +96,13 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
             return self.cfg.SOLVER.MAX_EPOCH * (1 if name == "max_epoch" else self.trainer.iters_per_epoch)
         return getattr(self.trainer, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_trainer" and "trainer" in vars(self):
+            self._complete()
+
     def _complete(self) -> None:
-        """Build what the ``__init__`` of a subclass has not built."""
+        """Build what the ``__init__`` of a subclass has not built for its ``_trainer``."""
         loop = vars(self)["_trainer"]
         model, loader, optimizers = loop.model, loop.data_loader, list(loop.optimizers)
         if type(loop) in (SimpleTrainer, AMPTrainer):  # with the options of the config
@@ -113,8 +120,9 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
             "build_model": lambda cfg: model,
             "build_optimizers": lambda: {"optimizer": optimizers[0]},
             "build_trainer": build_trainer,
-            "build_hooks": list,
         }
+        if "trainer" not in vars(self):
+            given["build_hooks"] = list  # they are being built
         vars(self).update(given)
         super().__init__(self.cfg)
         for name in (*given, "_trainer"):
@@ -311,6 +319,16 @@ class _Loop(StepMethods):
         """Run one iteration of the training loop."""
         self.used = type(self._loop).run_step is train_loop.SimpleTrainer.run_step
         type(self._loop).run_step(self._loop)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The first optimizer."""
+        return self._loop.optimizers[0]
+
+    @cached_property
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        """PyTorch's loss scaler for an own step."""
+        return getattr(self._loop, "grad_scaler", None) or build_grad_scaler(self._loop.model)
 
 
 def _results_by_dataset(results: Any, names: Iterable[str]) -> dict[str, dict[str, Any]]:

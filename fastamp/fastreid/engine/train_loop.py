@@ -119,12 +119,19 @@ class SimpleTrainer(StepMethods, TrainerBase, train_loop.SimpleTrainer):
         return self.optimizers[0]
 
 
+def build_grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
+    """Build PyTorch's loss scaler for an own step; it is disabled on the CPU, as ``torch.cuda.amp.autocast`` is."""
+    device = next(model.parameters()).device.type
+    return torch.amp.GradScaler(device, enabled=device == "cuda")
+
+
 class AMPTrainer(SimpleTrainer):
     """Trainer in mixed precision with FastReID's arguments; see ``fastamp.engine.AMPTrainer``.
 
     Args:
         model, data_loader, optimizer, param_wrapper, options: see ``SimpleTrainer``.
-        grad_scaler: ignored; the loss scaler is that of the policy.
+        grad_scaler: used by a ``run_step`` of a subclass only; the step of this class uses the loss scaler of the
+            policy. Default None: a ``torch.amp.GradScaler``.
     """
 
     def __init__(
@@ -136,13 +143,14 @@ class AMPTrainer(SimpleTrainer):
         grad_scaler: Any = None,
         **options: Any,
     ) -> None:
-        if grad_scaler is not None:
+        if grad_scaler is not None and type(self).run_step is AMPTrainer.run_step:
             warnings.warn(
                 f"{type(self).__name__}: grad_scaler has no effect: the trainer has its own loss scaler.\n"
                 "  fix: set the keys of SOLVER.AMP",
                 stacklevel=2,
             )
         super().__init__(model, data_loader, optimizer, param_wrapper, **options)
+        self.grad_scaler = grad_scaler or build_grad_scaler(self.model)
 
     @classmethod
     def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
