@@ -12,10 +12,12 @@ import torch
 from fastamp.fastreid.config import get_cfg
 from fastamp.fastreid.data import build_reid_test_loader
 from fastamp.fastreid.engine import AMPTrainer, DefaultTrainer, HookBase, TrainerBase, hooks
+from fastamp.fastreid.engine.defaults import average_gradients
 from fastamp.fastreid.evaluation import DatasetEvaluator, inference_on_dataset
 from fastamp.fastreid.solver import build_lr_scheduler
 from fastamp.fastreid.utils.checkpoint import Checkpointer
 from fastamp.fastreid.utils.events import EventWriter, JSONWriter, get_event_storage
+from fastamp.utils import comm
 
 pytestmark = pytest.mark.integration
 
@@ -450,6 +452,15 @@ def test_loop_assigned_after_the_construction_is_used(cfg):
     assert trainer.train()["mAP"] > 0
     assert [iteration for _, iteration in losses] == list(range(trainer.max_iter)) and losses
     assert not all(map(torch.equal, before, trainer.model.parameters()))
+
+
+def test_gradients_of_an_own_step_are_averaged_over_the_ranks(monkeypatch):
+    monkeypatch.setattr(comm, "all_reduce_sum", lambda value: value + 3)  # of a second rank whose gradient is 3
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    layer = torch.nn.Linear(1, 1)
+    layer.weight.grad = torch.ones(1, 1)
+    average_gradients(torch.optim.SGD(layer.parameters(), lr=1.0), (), {})
+    assert layer.weight.grad.item() == 2 and layer.bias.grad is None
 
 
 def test_own_step_of_the_default_trainer_has_a_loss_scaler(cfg):

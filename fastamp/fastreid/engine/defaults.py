@@ -86,6 +86,8 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
         self.register_hooks([MethodsHook(self, Points)])
         if own_loop or overrides(type(self), "run_step", DefaultTrainer):
             vars(self.trainer)["run_step"] = self._run_own_step
+            for optimizer in self.optimizers.values() if comm.is_distributed() else ():
+                optimizer.register_step_pre_hook(average_gradients)
 
     def __getattr__(self, name: str) -> Any:
         if "trainer" not in vars(self):  # not built yet
@@ -296,6 +298,13 @@ class _BestMetric(BestMetric):
         metric = next((name for name in ("mAP", *numbers) if all(name in metrics for metrics in reported)), "metric")
         logger.info("the results have no 'metric': model_best.pth is selected by %s", metric)
         return BestMetric(metric, self.datasets, "").of(results)
+
+
+def average_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Average the gradients over the ranks, for an own step, whose model is not in DistributedDataParallel."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.grad is not None:
+            parameter.grad.copy_(comm.all_reduce_sum(parameter.grad) / comm.get_world_size())
 
 
 class _Loop(StepMethods):
