@@ -227,3 +227,13 @@ def test_combine_all_excludes_junk_identities_only():
         dataset = cls([("a.jpg", "a", 0)], [("b.jpg", 0, 0)], [("c.jpg", 0, 1), ("d.jpg", -1, 0)], combineall=True)
         pids = [item.pid for item in dataset.train]
         assert (pids if isinstance(expected, list) else len(pids)) == expected
+
+
+def test_splits_of_a_dataset_are_assigned():
+    class Half(ImageDataset):
+        def __init__(self):
+            self.train = [("a.jpg", 0, 0), ("b.jpg", 1, 0)]
+            super().__init__(self.train, [], [])
+            self.train = self.train[:1]
+
+    assert [tuple(item[:3]) for item in Half().train] == [("a.jpg", 0, 0)]

@@ -9,6 +9,15 @@ from fastamp.data.datasets.base import Items, log_splits
 from fastamp.data.datasets.items import ImageItem
 
 
+def _assignable(name: str) -> property:
+    """Return the property of a split, to which a dataset or a script may assign items."""
+
+    def assign(dataset: Any, items: Sequence[tuple]) -> None:
+        vars(dataset).setdefault("_items", {})[name] = [ImageItem(*item) for item in items]
+
+    return getattr(base.ImageDataset, name).setter(assign)
+
+
 class DatasetMethods(base.ImageDataset):
     """FastReID's methods of datasets.
 
@@ -19,6 +28,7 @@ class DatasetMethods(base.ImageDataset):
     """
 
     _junk_pids: Sequence[int] = ()
+    train, query, gallery = map(_assignable, ("train", "query", "gallery"))
 
     def __init__(self, *arguments: Any, combineall: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
