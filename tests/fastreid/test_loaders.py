@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import logging
+import pickle
 import os
 
 import pytest
@@ -96,7 +97,8 @@ def test_evaluator_that_appends_predictions_has_the_usual_result():
         evaluator.reset()
         for batch in batches:
             evaluator.process(batch, batch["features"])
-        assert torch.equal(torch.cat([prediction["feats"] for prediction in evaluator._predictions]), features)
+        for predictions in (evaluator._predictions, pickle.loads(pickle.dumps(evaluator._predictions))):
+            assert torch.equal(torch.cat([prediction["feats"] for prediction in predictions]), features)
         found.append(evaluator.evaluate())
     assert found[0] == found[1] and found[0]["mAP"] > 0
 

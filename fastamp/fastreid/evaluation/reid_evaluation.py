@@ -90,6 +90,9 @@ class _Predictions(list):
         super().__init__(batches)
         self._evaluator = evaluator
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ([*self],)  # ``comm.gather`` sends the batches, without the evaluator
+
     def append(self, prediction: dict[str, torch.Tensor]) -> None:
         """Accumulate a batch: ``feats`` (B, D), ``pids`` and ``camids`` (B,)."""
         super().append(prediction)
