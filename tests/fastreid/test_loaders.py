@@ -3,8 +3,8 @@
 import importlib
 import itertools
 import logging
-import pickle
 import os
+import pickle
 
 import pytest
 import tiny

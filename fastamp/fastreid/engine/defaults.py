@@ -335,7 +335,7 @@ class _Loop(StepMethods):
         return self._loop.optimizers[0]
 
     @cached_property
-    def grad_scaler(self) -> torch.amp.GradScaler:
+    def grad_scaler(self) -> Any:
         """PyTorch's loss scaler for an own step."""
         return getattr(self._loop, "grad_scaler", None) or build_grad_scaler(self._loop.model)
 
