@@ -143,7 +143,7 @@ class PrecisionPolicy:
     tf32: bool = False
 
     @classmethod
-    def from_config(cls, cfg: Any, device: torch.device) -> "PrecisionPolicy":
+    def from_config(cls, cfg: CfgNode, device: torch.device) -> "PrecisionPolicy":
         """Build the policy from ``SOLVER.AMP`` and ``SOLVER.TF32`` for ``device``, and set PyTorch's TF32 flags.
 
         Raises:
@@ -169,7 +169,7 @@ class PrecisionPolicy:
         return policy
 
     @classmethod
-    def float32(cls, cfg: Any, device: torch.device) -> "PrecisionPolicy":
+    def float32(cls, cfg: CfgNode, device: torch.device) -> "PrecisionPolicy":
         """Build a float32 policy, for a trainer that ignores ``SOLVER.AMP``."""
         policy = cls(device.type, torch.float32, "this trainer computes in float32", tf32=cfg.SOLVER.TF32)
         policy.apply_tf32()

@@ -28,6 +28,7 @@ from fastamp.amp.module_monitor import ModuleMonitor
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.amp.row_update import gradient_values, step_rows
 from fastamp.amp.sharded_norm import norms_over_ranks
+from fastamp.config import CfgNode
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
 from fastamp.utils.sharding import row_shards
@@ -74,7 +75,7 @@ class LossScaler:
         self._good_steps = 0
 
     @classmethod
-    def from_config(cls, cfg: Any, policy: PrecisionPolicy) -> "LossScaler | None":
+    def from_config(cls, cfg: CfgNode, policy: PrecisionPolicy) -> "LossScaler | None":
         """Build the loss scaler from ``SOLVER.AMP``; return None if ``policy`` does not need loss scaling."""
         if not policy.needs_loss_scaling:
             return None
@@ -250,7 +251,7 @@ class OptimizationStep:
 
     @classmethod
     def from_config(
-        cls, cfg: Any, model: nn.Module, optimizers: Sequence[Optimizer], policy: PrecisionPolicy, clip: Clip | None
+        cls, cfg: CfgNode, model: nn.Module, optimizers: Sequence[Optimizer], policy: PrecisionPolicy, clip: Clip | None
     ) -> "OptimizationStep":
         """Build the optimizer step from ``SOLVER.AMP``, with loss scaling if ``policy`` needs it."""
         step = cls(

@@ -10,18 +10,19 @@ from fastamp.checkpoint.checkpointer import STRIPPED, Checkpointer
 from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import state_dict_in
+from fastamp.config import CfgNode
 
 logger = logging.getLogger(__name__)
 
 
-def evaluated_average(cfg: Any) -> str | None:
+def evaluated_average(cfg: CfgNode) -> str | None:
     """Return the weight average that the config selects for evaluation: ``"ema"``, ``"swa"`` or None."""
     if cfg.SOLVER.EMA.ENABLED:
         return "ema" if cfg.SOLVER.EMA.EVALUATE else None
     return "swa" if cfg.SOLVER.SWA.ENABLED else None
 
 
-def load_evaluated_weights(model: nn.Module, path: str | os.PathLike[str], *, cfg: Any) -> dict[str, Any]:
+def load_evaluated_weights(model: nn.Module, path: str | os.PathLike[str], *, cfg: CfgNode) -> dict[str, Any]:
     """Load the weights of a checkpoint for evaluation.
 
     Args:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_reid_train_loader(
-    cfg: Any,
+    cfg: CfgNode,
     *,
     start_iter: int = 0,
     rank: int | None = None,
@@ -97,7 +97,7 @@ def build_reid_train_loader(
 
 
 def _build_batch_sampler(
-    cfg: Any, dataset: ReidDataset, sets: np.ndarray, start_iter: int, rank: int, world_size: int
+    cfg: CfgNode, dataset: ReidDataset, sets: np.ndarray, start_iter: int, rank: int, world_size: int
 ) -> EpochBatchSampler:
     """Build the batch sampler of a training set; ``sets`` is the index of the dataset of each image."""
     batch_size = cfg.SOLVER.IMS_PER_BATCH
@@ -150,7 +150,7 @@ def describe_repeats(batches: EpochBatchSampler) -> str:
     )
 
 
-def build_training_batches(dataset: ImageDataset, cfg: Any) -> EpochBatchSampler | None:
+def build_training_batches(dataset: ImageDataset, cfg: CfgNode) -> EpochBatchSampler | None:
     """Build the batch sampler that a run of this config would use on ``dataset``.
 
     Args:
@@ -169,7 +169,7 @@ def build_training_batches(dataset: ImageDataset, cfg: Any) -> EpochBatchSampler
         return None
 
 
-def find_training_problems(dataset: ImageDataset, cfg: Any) -> list[str]:
+def find_training_problems(dataset: ImageDataset, cfg: CfgNode) -> list[str]:
     """List what would stop a training or an evaluation of this config on ``dataset``.
 
     Files are read only if the config keeps the aspect ratio, until two images of different sizes are found.
@@ -198,7 +198,7 @@ def _collect_problem(problems: list[str], check: Callable[..., Any], *args: Any)
         problems.append(str(error))
 
 
-def _check_training_set(cfg: Any, items: PackedItems, source: ImageDataset) -> EpochBatchSampler:
+def _check_training_set(cfg: CfgNode, items: PackedItems, source: ImageDataset) -> EpochBatchSampler:
     cfg = cfg.with_values({"DATASETS.NAMES": (source.title,)})
     transforms = build_transforms(cfg, is_train=True)
     [items] = exclude_rare_identities([items], cfg.DATASETS.MIN_IMAGES)
@@ -209,7 +209,7 @@ def _check_training_set(cfg: Any, items: PackedItems, source: ImageDataset) -> E
     return batches
 
 
-def _check_test_set(cfg: Any, items: PackedItems, source: ImageDataset) -> None:
+def _check_test_set(cfg: CfgNode, items: PackedItems, source: ImageDataset) -> None:
     cfg = cfg.with_values({"DATASETS.NAMES": (source.title,)})
     transforms, categories = build_transforms(cfg, is_train=False), cfg.DATASETS.CATEGORIES
     dataset = ReidDataset(items, transforms, relabel=False, sources=[source], categories=categories)
@@ -235,7 +235,7 @@ def _check_equal_sizes(dataset: ReidDataset, batch_size: int) -> None:
 
 
 def build_reid_test_loader(
-    cfg: Any,
+    cfg: CfgNode,
     dataset_name: str,
     *,
     rank: int | None = None,
@@ -328,7 +328,7 @@ def check_split(dataset_name: str, split: str, images: int) -> None:
         )
 
 
-def build_dataset(name: str, cfg: Any = None, *, skip_invalid: bool = False) -> ImageDataset:
+def build_dataset(name: str, cfg: CfgNode | None = None, *, skip_invalid: bool = False) -> ImageDataset:
     """Build a dataset from its name in the config.
 
     Args:
@@ -382,7 +382,7 @@ def family_of(name: str) -> str:
     return family
 
 
-def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
+def _attach_cache(dataset: ReidDataset, cfg: CfgNode) -> None:
     """Attach the image cache selected by DATALOADER.CACHE to a dataset."""
     if cfg.DATALOADER.CACHE == "none":
         return
@@ -404,7 +404,7 @@ def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
     dataset.use_cache(cache)
 
 
-def loading_device(cfg: Any) -> torch.device:
+def loading_device(cfg: CfgNode) -> torch.device:
     """Return the device in MODEL.DEVICE, or the CPU if it is invalid: building the model will raise the error."""
     try:
         return resolve_device(requested_device(cfg))
@@ -412,7 +412,7 @@ def loading_device(cfg: Any) -> torch.device:
         return torch.device("cpu")
 
 
-def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str]) -> None:
+def _check_camera_view_ids(cfg: CfgNode, dataset: ReidDataset, names: Sequence[str]) -> None:
     """Check that the backbone has an embedding for every camera and view in ``dataset``.
 
     Raises:
@@ -455,7 +455,7 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
         )
 
 
-def check_known_cameras(cfg: Any, dataset: ImageDataset | None) -> None:
+def check_known_cameras(cfg: CfgNode, dataset: ImageDataset | None) -> None:
     """Check that the cameras of a CSV file are those of the training, if the model has an embedding for each of them.
 
     Raises:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from fastamp.config import CfgNode
 from fastamp.data.build import loading_device
 from fastamp.data.columns import CAMERA
 from fastamp.data.loader import start_worker, worker_count
@@ -127,7 +128,7 @@ class CustomTrainLoader:
         return int(sequence.generate_state(1, np.uint64)[0])
 
 
-def as_train_loader(loader: Any, cfg: Any) -> Any:
+def as_train_loader(loader: Any, cfg: CfgNode) -> Any:
     """Return a training loader with the attributes that ``DefaultTrainer`` requires.
 
     Args:
@@ -168,7 +169,7 @@ class _Once:
 
 
 def build_custom_train_loader(
-    cfg: Any,
+    cfg: CfgNode,
     dataset: Dataset,
     sampler: Iterable[int] | EpochSampler | None = None,
     *,
@@ -223,7 +224,7 @@ def build_custom_train_loader(
     )
 
 
-def build_custom_test_loader(cfg: Any, dataset: Dataset, num_query: int = 0) -> tuple[DataLoader, int]:
+def build_custom_test_loader(cfg: CfgNode, dataset: Dataset, num_query: int = 0) -> tuple[DataLoader, int]:
     """Build a test loader over a map-style dataset; each rank loads a contiguous part of it.
 
     Args:

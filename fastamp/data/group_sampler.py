@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.columns import integers_of
 from fastamp.data.samplers import SAMPLER_REGISTRY, BalancedIdentitySampler, EpochSampler, generator
 from fastamp.utils.errors import DataError
@@ -59,7 +59,7 @@ class GroupIdentitySampler(BalancedIdentitySampler):
             )
 
     @classmethod
-    def from_config(cls, cfg: Any, *, columns: Mapping[str, Any], **images: Any) -> "EpochSampler":
+    def from_config(cls, cfg: CfgNode, *, columns: Mapping[str, Any], **images: Any) -> "EpochSampler":
         """Build the sampler from DATALOADER.GROUPS and the keys of ``IdentitySampler``.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.columns import integers_of
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.registry import Registry
@@ -77,7 +77,7 @@ class TrainingSampler(EpochSampler):
         self.seed = seed
 
     @classmethod
-    def from_config(cls, cfg: Any, *, labels: Sequence[int], **unused: Any) -> "EpochSampler":
+    def from_config(cls, cfg: CfgNode, *, labels: Sequence[int], **unused: Any) -> "EpochSampler":
         """Build the sampler from the config key ``SEED``."""
         return cls(size=len(labels), seed=cfg.SEED)
 
@@ -103,7 +103,7 @@ class ImbalancedDatasetSampler(EpochSampler):
         self.seed = seed
 
     @classmethod
-    def from_config(cls, cfg: Any, *, labels: Sequence[int], **unused: Any) -> "EpochSampler":
+    def from_config(cls, cfg: CfgNode, *, labels: Sequence[int], **unused: Any) -> "EpochSampler":
         """Build the sampler from the config key ``SEED``."""
         return cls(labels=labels, seed=cfg.SEED)
 
@@ -203,13 +203,13 @@ class IdentitySampler(EpochSampler):
         return self._order[self._starts[number] : self._ends[number]]
 
     @classmethod
-    def from_config(cls, cfg: Any, **images: Any) -> "EpochSampler":
+    def from_config(cls, cfg: CfgNode, **images: Any) -> "EpochSampler":
         """Build the sampler from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED; see ``EpochSampler``."""
         return cls(**cls.options_from_config(cfg, **images))
 
     @staticmethod
     def options_from_config(
-        cfg: Any, *, labels: Sequence[int], camids: Sequence[int], world_size: int, **unused: Any
+        cfg: CfgNode, *, labels: Sequence[int], camids: Sequence[int], world_size: int, **unused: Any
     ) -> dict[str, Any]:
         """Return the arguments of ``IdentitySampler`` for a config and the images of the training set."""
         return {
@@ -314,7 +314,7 @@ class ColumnBalancedSampler(BalancedIdentitySampler):
             self.images_per_epoch = int(counts.max()) * len(counts)
 
     @classmethod
-    def from_config(cls, cfg: Any, *, columns: Mapping[str, Any], **images: Any) -> "EpochSampler":
+    def from_config(cls, cfg: CfgNode, *, columns: Mapping[str, Any], **images: Any) -> "EpochSampler":
         """Build the sampler from DATALOADER.BALANCE_COLUMN, BALANCED_EPOCH and the keys of ``IdentitySampler``.
 
         Raises:
@@ -390,7 +390,7 @@ class SetReWeightSampler(BalancedIdentitySampler):
                 )
 
     @classmethod
-    def from_config(cls, cfg: Any, *, sets: Sequence[int], **images: Any) -> "EpochSampler":
+    def from_config(cls, cfg: CfgNode, *, sets: Sequence[int], **images: Any) -> "EpochSampler":
         """Build the sampler from DATALOADER.SET_WEIGHT, SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
         return cls(
             sets=sets,
@@ -488,7 +488,7 @@ class InferenceSampler:
             yield [(0, index, index) for index in self.indices[start : start + self.batch_size]]
 
 
-def build_sampler(cfg: Any, *, columns: Mapping[str, Any], **images: Any) -> EpochSampler:
+def build_sampler(cfg: CfgNode, *, columns: Mapping[str, Any], **images: Any) -> EpochSampler:
     """Build the sampler in DATALOADER.SAMPLER_TRAIN.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.columns import check_column
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.samplers import SAMPLER_REGISTRY, InferenceSampler, NaiveIdentitySampler, SampleKey
@@ -189,7 +189,7 @@ class TrackletSampler(NaiveIdentitySampler):
 
     @classmethod
     def from_config(
-        cls, cfg: Any, *, sets: Sequence[int], columns: Mapping[str, np.ndarray], **images: Any
+        cls, cfg: CfgNode, *, sets: Sequence[int], columns: Mapping[str, np.ndarray], **images: Any
     ) -> "TrackletSampler":
         """Build the sampler from DATALOADER.TRACKLET, SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED.
 

@@ -1,10 +1,10 @@
 """Loader of the training images without augmentation, for methods that compute features of the training set."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from fastamp.config import CfgNode
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.loader import TestLoader, worker_count
 from fastamp.data.samplers import InferenceSampler
@@ -13,7 +13,7 @@ from fastamp.utils import comm
 
 
 def build_unaugmented_loader(
-    cfg: Any,
+    cfg: CfgNode,
     dataset: ReidDataset,
     device: torch.device,
     *,

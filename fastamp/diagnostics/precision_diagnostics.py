@@ -12,6 +12,7 @@ from torch import nn
 from fastamp.amp.checks import check_optimizers
 from fastamp.amp.policy import PrecisionPolicy, dtype_name, native_bfloat16
 from fastamp.amp.step import OptimizationStep, PrecisionFailure
+from fastamp.config import CfgNode
 from fastamp.diagnostics.crash import FOLDER, MicroBatch, build_crash_dump, replay_failure
 from fastamp.diagnostics.isolated_passes import without_collectives
 from fastamp.diagnostics.preflight import PreflightReport, preflight
@@ -48,7 +49,7 @@ class PrecisionDiagnostics:
         self._copy = False
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "PrecisionDiagnostics":
+    def from_config(cls, cfg: CfgNode) -> "PrecisionDiagnostics":
         """Build the diagnostics from ``SOLVER.AMP``."""
         amp = cfg.SOLVER.AMP
         return cls(

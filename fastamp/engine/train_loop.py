@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
 from fastamp.amp.policy import dtype_name
 from fastamp.amp.step import Clip
+from fastamp.config import CfgNode
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine.hooks.base import HookBase
 from fastamp.engine.hooks.precision import DeviceErrors, ParallelChecks, PrecisionHook, PreflightHook
@@ -258,7 +259,7 @@ class SimpleTrainer(TrainerBase):
 
     @classmethod
     def from_config(
-        cls, cfg: Any, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: Sequence[Optimizer]
+        cls, cfg: CfgNode, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> "SimpleTrainer":
         """Build the trainer from a config, on the device of the model's parameters."""
         policy = cls.build_policy(cfg, next(model.parameters()).device)
@@ -279,7 +280,7 @@ class SimpleTrainer(TrainerBase):
         return trainer
 
     @classmethod
-    def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
+    def build_policy(cls, cfg: CfgNode, device: torch.device) -> PrecisionPolicy:
         """Build the precision policy of the trainer: float32 on ``device``."""
         return PrecisionPolicy.float32(cfg, device)
 
@@ -438,6 +439,6 @@ class AMPTrainer(SimpleTrainer):
     """
 
     @classmethod
-    def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
+    def build_policy(cls, cfg: CfgNode, device: torch.device) -> PrecisionPolicy:
         """Build the precision policy from ``SOLVER.AMP``."""
         return PrecisionPolicy.from_config(cfg, device)

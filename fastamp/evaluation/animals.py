@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastamp.config import CfgNode
 from fastamp.config.key import Key
 from fastamp.evaluation import identification
 from fastamp.evaluation.identities import IMAGE, Identities, Junk, Matches
@@ -318,7 +319,7 @@ def _rule(
 def _register(name: str, text: str, **options: Any) -> None:
     """Register a protocol whose columns and threshold are those of ``TEST.ANIMALS``."""
 
-    def configure(cfg: Any) -> RankingRule:
+    def configure(cfg: CfgNode) -> RankingRule:
         settings = cfg.TEST.ANIMALS
         threshold = settings.THRESHOLD if options.get("open_set") else None
         if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastamp.config import CfgNode
 from fastamp.config.key import Key
 from fastamp.evaluation.identities import (
     CAMERA,
@@ -253,7 +254,7 @@ class Protocol:
             )
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "Protocol":
+    def from_config(cls, cfg: CfgNode) -> "Protocol":
         """Build the protocol from ``cfg.TEST``.
 
         Raises:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fastamp.amp.tf32 import without_tf32
+from fastamp.config import CfgNode
 from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.utils.errors import ConfigError, check_choice
 
@@ -46,7 +47,7 @@ class QueryExpansion:
             )
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "QueryExpansion":
+    def from_config(cls, cfg: CfgNode) -> "QueryExpansion":
         """Build the settings from ``cfg.TEST.AQE``."""
         keys = cfg.TEST.AQE
         return cls(k=keys.QE_K, alpha=keys.ALPHA, times=keys.QE_TIME, target=keys.TARGET)

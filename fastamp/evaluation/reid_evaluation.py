@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fastamp.amp import to_float32
+from fastamp.config import CfgNode
 from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.calibration_check import CalibrationCheck, check_calibration
@@ -62,7 +63,12 @@ class ReidEvaluator(DatasetEvaluator):
     _calibration: tuple[Calibration, str] | None = None
 
     def __init__(
-        self, cfg: Any, num_query: int, output_dir: str | None = None, *, report_options: ReportOptions | None = None
+        self,
+        cfg: CfgNode,
+        num_query: int,
+        output_dir: str | None = None,
+        *,
+        report_options: ReportOptions | None = None,
     ) -> None:
         self.cfg = cfg
         self.protocol = Protocol.from_config(cfg)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from fastamp.config import CfgNode
 from fastamp.evaluation.neighbors import search_neighbors
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances, check_metric, pair_distances
 from fastamp.utils import comm
@@ -62,7 +63,7 @@ class ReRanking:
             )
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "ReRanking":
+    def from_config(cls, cfg: CfgNode) -> "ReRanking":
         """Build the settings from ``cfg.TEST.RERANK``."""
         keys = cfg.TEST.RERANK
         return cls(k1=keys.K1, k2=keys.K2, lambda_value=keys.LAMBDA, variant=keys.VARIANT)

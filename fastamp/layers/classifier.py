@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
+from fastamp.config import CfgNode
 from fastamp.config.key import Key
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
@@ -68,7 +69,7 @@ class Linear(nn.Module):
         self.margin = margin
 
     @classmethod
-    def further_options(cls, cfg: Any) -> dict[str, Any]:
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the constructor arguments of a subclass besides ``scale`` and ``margin``."""
         return {}
 
@@ -118,7 +119,7 @@ class MarginSoftmax(Linear):
         self.filter_above = filter_above
 
     @classmethod
-    def further_options(cls, cfg: Any) -> dict[str, Any]:
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return ``filter_above``, from ``MODEL.HEADS.FILTER_ABOVE``."""
         return {"filter_above": cfg.MODEL.HEADS.FILTER_ABOVE}
 
@@ -250,7 +251,7 @@ class SubCenterArcSoftmax(MarginSoftmax):
         self.register_buffer("margins", torch.full((num_classes,), float(margin)))
 
     @classmethod
-    def further_options(cls, cfg: Any) -> dict[str, Any]:
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the options in ``MODEL.HEADS``."""
         heads = cfg.MODEL.HEADS
         return super().further_options(cfg) | {

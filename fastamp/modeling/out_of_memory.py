@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastamp.amp.device_errors import is_out_of_memory
+from fastamp.config import CfgNode
 from fastamp.utils.env import available_memory
 from fastamp.utils.errors import ConfigError
 
@@ -23,7 +24,7 @@ _MIN_SUSPECT_SIZE = 1024  # smaller config values cannot be the cause
 
 
 @contextmanager
-def explain_out_of_memory(cfg: Any) -> Iterator[None]:
+def explain_out_of_memory(cfg: CfgNode) -> Iterator[None]:
     """Raise ConfigError if a model built in this context does not fit into memory.
 
     Linux overcommits memory and kills the process only when the process writes to the memory. Therefore, the size of
@@ -52,7 +53,7 @@ def explain_out_of_memory(cfg: Any) -> Iterator[None]:
 class _CheckTensorSizes(TorchFunctionMode):
     """Compare the size of each large CPU tensor with the available memory before the tensor is created."""
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
         self._cfg = cfg
 
@@ -78,7 +79,7 @@ class _CheckTensorSizes(TorchFunctionMode):
 
 
 def _out_of_memory_error(
-    cfg: Any, *, shape: tuple[int, ...] = (), nbytes: int | None = None, free: int | None = None
+    cfg: CfgNode, *, shape: tuple[int, ...] = (), nbytes: int | None = None, free: int | None = None
 ) -> ConfigError:
     """Create the error; the message lists large integers below ``MODEL`` that divide a dimension of the tensor."""
     integers = {

@@ -13,6 +13,7 @@ from torch import nn
 
 from fastamp.amp.row_update import ROW_OPTIMIZERS
 from fastamp.amp.step import Clip
+from fastamp.config import CfgNode
 from fastamp.layers import PartialFC
 from fastamp.solver.clip import clip_gradients
 from fastamp.solver.lr_schedule import learning_rate_factor
@@ -32,7 +33,7 @@ _NORM_LAYERS = (
 )
 
 
-def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
+def parameter_groups(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
     """Group the trainable parameters by role.
 
     A role consists of the part of the model (``heads``, or the first component of the module's name), the kind of
@@ -98,7 +99,7 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _layers_after(cfg: Any, model: nn.Module) -> dict[int, int]:
+def _layers_after(cfg: CfgNode, model: nn.Module) -> dict[int, int]:
     """Count the layers after each parameter of the backbone, for layer-wise learning-rate decay.
 
     A backbone with L blocks defines its layers by a method ``layer_groups``, which returns L + 1 lists of modules and
@@ -193,7 +194,7 @@ def _no_graph_capture() -> None:
     """Replace PyTorch's check for the capture of CUDA graphs."""
 
 
-def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     """Build the optimizer ``SOLVER.OPT`` over the parameter groups of a model.
 
     ``SOLVER.OPT_ARGS`` are passed to the constructor of the optimizer; ``SOLVER.MOMENTUM`` and ``SOLVER.NESTEROV`` only
@@ -286,7 +287,7 @@ def build_own_optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
     return {f"{name}.optimizer": module.build_optimizer() for name, module in _with_own_optimizer(model)}
 
 
-def build_optimizers(cfg: Any, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+def build_optimizers(cfg: CfgNode, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
     """Build all optimizers of a model: the main one, named ``"optimizer"``, and those of ``build_own_optimizers``."""
     return {"optimizer": build_optimizer(cfg, model)} | build_own_optimizers(model)
 
@@ -328,7 +329,7 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
             )
 
 
-def build_gradient_clipping(cfg: Any) -> Clip | None:
+def build_gradient_clipping(cfg: CfgNode) -> Clip | None:
     """Build the function ``clip(gradients, total_norm)`` from ``SOLVER.CLIP_GRADIENTS``; None if clipping is off."""
     clip = cfg.SOLVER.CLIP_GRADIENTS
     if not clip.ENABLED:

@@ -4,8 +4,9 @@ import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from fastamp.config import CfgNode
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 
@@ -25,7 +26,7 @@ class LearningRateSchedule(Protocol):
         """
 
 
-def learning_rate_factor(cfg: Any) -> float:
+def learning_rate_factor(cfg: CfgNode) -> float:
     """Compute the learning-rate factor that ``SOLVER.LR_SCALING`` derives from the number of images per step.
 
     ``linear`` follows Goyal et al. 2017, arXiv:1706.02677; ``sqrt``, for adaptive optimizers, follows Malladi et al.
@@ -51,7 +52,7 @@ def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -
     return {"linear": start * (1 - fraction) + fraction, "constant": start, "exp": start ** (1 - fraction)}[method]
 
 
-def warmup_length(cfg: Any, iters_per_epoch: int) -> int:
+def warmup_length(cfg: CfgNode, iters_per_epoch: int) -> int:
     """Compute the length of the warm-up in iterations: ``SOLVER.WARMUP_EPOCHS`` if not 0, else ``WARMUP_ITERS``."""
     return cfg.SOLVER.WARMUP_EPOCHS * iters_per_epoch or cfg.SOLVER.WARMUP_ITERS
 
@@ -84,7 +85,7 @@ class EpochSchedule:
     update: str = "mixed"
 
     @classmethod
-    def from_config(cls, cfg: Any, decay: Callable[[float, float], float], iters_per_epoch: int) -> "EpochSchedule":
+    def from_config(cls, cfg: CfgNode, decay: Callable[[float, float], float], iters_per_epoch: int) -> "EpochSchedule":
         """Build a schedule with the given ``decay`` and with the warm-up, delay and update settings in ``SOLVER``."""
         solver = cfg.SOLVER
         return cls(
@@ -126,7 +127,7 @@ class EpochSchedule:
 
 
 @SCHEDULE_REGISTRY.register("MultiStepLR")
-def build_multi_step(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
+def build_multi_step(cfg: CfgNode, *, iters_per_epoch: int) -> EpochSchedule:
     """Multiply the rate by ``SOLVER.GAMMA`` at each epoch in ``SOLVER.STEPS``, counted as in ``EpochSchedule``."""
     ordered, gamma = sorted(cfg.SOLVER.STEPS), cfg.SOLVER.GAMMA
     return EpochSchedule.from_config(
@@ -135,7 +136,7 @@ def build_multi_step(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
 
 
 @SCHEDULE_REGISTRY.register("CosineAnnealingLR")
-def build_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
+def build_cosine(cfg: CfgNode, *, iters_per_epoch: int) -> EpochSchedule:
     """Anneal from the base rate to ``SOLVER.ETA_MIN_LR`` by half a cosine (Loshchilov & Hutter 2017, arXiv:1608.03983).
 
     Both rates are scaled by ``SOLVER.LR_SCALING``. The annealing ends at the end of training. If training ends before
@@ -162,7 +163,7 @@ def build_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
 
 
 @SCHEDULE_REGISTRY.register("ConstantLR")
-def build_constant(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
+def build_constant(cfg: CfgNode, *, iters_per_epoch: int) -> EpochSchedule:
     """Keep the base rate constant after warm-up."""
     return EpochSchedule.from_config(cfg, lambda base_lr, epochs: base_lr, iters_per_epoch)
 
@@ -203,7 +204,7 @@ class RampedExponentialSchedule:
 
 
 @SCHEDULE_REGISTRY.register("RampedExponentialLR")
-def build_ramped_exponential(cfg: Any, *, iters_per_epoch: int) -> RampedExponentialSchedule:
+def build_ramped_exponential(cfg: CfgNode, *, iters_per_epoch: int) -> RampedExponentialSchedule:
     """Build the schedule from WARMUP_EPOCHS, WARMUP_FACTOR, GAMMA, ETA_MIN_LR and SCHEDULE_STRIDE in ``SOLVER``."""
     solver = cfg.SOLVER
     return RampedExponentialSchedule(
@@ -252,7 +253,7 @@ class EpochCosineSchedule:
 
 
 @SCHEDULE_REGISTRY.register("EpochCosineLR")
-def build_epoch_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochCosineSchedule:
+def build_epoch_cosine(cfg: CfgNode, *, iters_per_epoch: int) -> EpochCosineSchedule:
     """Build the schedule from WARMUP_EPOCHS, WARMUP_FACTOR, BASE_LR, ETA_MIN_LR and MAX_EPOCH in ``SOLVER``.
 
     The first rate of all groups is ``WARMUP_FACTOR * BASE_LR``; their last rate is ``ETA_MIN_LR``.
@@ -296,7 +297,7 @@ class OneCycleSchedule:
 
 
 @SCHEDULE_REGISTRY.register("OneCycleLR")
-def build_one_cycle(cfg: Any, *, iters_per_epoch: int) -> OneCycleSchedule:
+def build_one_cycle(cfg: CfgNode, *, iters_per_epoch: int) -> OneCycleSchedule:
     """Build the 1cycle schedule from ``SOLVER.ONE_CYCLE``; the ``SOLVER.WARMUP_*`` keys are ignored."""
     cycle = cfg.SOLVER.ONE_CYCLE
     return OneCycleSchedule(
@@ -328,7 +329,7 @@ class ConstantTailSchedule:
         return base_lr * self.factor
 
 
-def swa_start(cfg: Any) -> int:
+def swa_start(cfg: CfgNode) -> int:
     """Compute the 0-based index of the first epoch that ``SOLVER.SWA`` averages.
 
     Raises:
@@ -346,7 +347,7 @@ def swa_start(cfg: Any) -> int:
     return start
 
 
-def build_lr_schedule(cfg: Any, iters_per_epoch: int) -> LearningRateSchedule:
+def build_lr_schedule(cfg: CfgNode, iters_per_epoch: int) -> LearningRateSchedule:
     """Build the learning-rate schedule ``SOLVER.SCHED``.
 
     Args:

@@ -40,7 +40,7 @@ from train_step import build_trainer, fastamp_step
 from fastamp.amp import PrecisionPolicy, resolve_device
 from fastamp.amp.checks import FIRST_STEPS
 from fastamp.amp.step import StepVerdict
-from fastamp.config import get_cfg
+from fastamp.config import CfgNode, get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.loader import TestLoader
@@ -224,7 +224,7 @@ def fake_tensor_tests(setup: Setup) -> Figures:
 class RepeatedBatch:
     """Yield one random batch that is already on the device."""
 
-    def __init__(self, cfg: Any, device: torch.device) -> None:
+    def __init__(self, cfg: CfgNode, device: torch.device) -> None:
         count, size = cfg.SOLVER.IMS_PER_BATCH, tuple(cfg.INPUT.SIZE_TRAIN)
         self.batch = {
             "images": torch.randint(256, (count, 3, *size), dtype=torch.uint8).to(device),
@@ -238,12 +238,12 @@ class RepeatedBatch:
             yield dict(self.batch)
 
 
-def trained_step(cfg: Any, loader: Any) -> Callable[[], None]:
+def trained_step(cfg: CfgNode, loader: Any) -> Callable[[], None]:
     """Build a function that runs one iteration of fastamp's trainer."""
     return fastamp_step(build_trainer(cfg, loader))
 
 
-def step_without_read(cfg: Any, loader: Any) -> Callable[[], None]:
+def step_without_read(cfg: CfgNode, loader: Any) -> Callable[[], None]:
     """Build an iteration that uses a constant instead of reading the result of the finiteness check from the device."""
     trainer = build_trainer(cfg, loader)
     step = fastamp_step(trainer)
@@ -260,7 +260,7 @@ def step_without_read(cfg: Any, loader: Any) -> Callable[[], None]:
     return step
 
 
-def bare_step(cfg: Any, loader: Any) -> Callable[[], None]:
+def bare_step(cfg: CfgNode, loader: Any) -> Callable[[], None]:
     """Build a function that runs one step of a plain loop: autocast, channels_last, fused Adam, GradScaler in fp16."""
     torch.manual_seed(0)
     model = build_model(cfg).train()

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from torch import Tensor
 from torchvision import transforms as v1
 
-from fastamp.config import get_cfg
+from fastamp.config import CfgNode, get_cfg
 from fastamp.data.build import build_reid_train_loader
 from fastamp.data.cache import ImageCache
 from fastamp.data.dataset import ReidDataset
@@ -38,7 +38,7 @@ RECIPE = "Market1501/bagtricks_R50"
 TARGETS = {"uncached": (2.5, 2.0), "cached": (8.0, 6.0)}
 
 
-def reference(paths: list[str], cfg: Any) -> Callable[[list[int]], Tensor]:
+def reference(paths: list[str], cfg: CfgNode) -> Callable[[list[int]], Tensor]:
     """Build the reference pipeline: indices -> (B, 3, H, W) float32."""
     recipe = v1.Compose(
         [

@@ -20,7 +20,7 @@ from tabulate import tabulate
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, resolve_device
-from fastamp.config import get_cfg
+from fastamp.config import CfgNode, get_cfg
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine import TRAINER_REGISTRY
 from fastamp.modeling import build_backbone, build_model
@@ -62,7 +62,7 @@ def batches(args: argparse.Namespace) -> Any:
         yield {"images": images, "targets": targets}
 
 
-def build_trainer(cfg: Any, loader: Any) -> Any:
+def build_trainer(cfg: CfgNode, loader: Any) -> Any:
     """Build fastamp's trainer with a model from seed 0 in training mode; ``loader`` yields the batches."""
     torch.manual_seed(0)
     model = build_model(cfg)

@@ -6,9 +6,9 @@ The column ``altitude`` is the height of the drone's flight: 0 (low), 1 or 2 (hi
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
 from fastamp.data.datasets.file_utils import check_tree, read_lines
 from fastamp.data.datasets.filename_dataset import FilenameDataset
@@ -72,7 +72,7 @@ class AGReID(FilenameDataset):
             self.published_counts = {split: (images, 0) for split, (images, _) in self.published_counts.items()}
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "AGReID":
+    def from_config(cls, cfg: CfgNode, root: str) -> "AGReID":
         """Build the dataset from the config section ``DATASETS.AGREID``."""
         return cls(root=root, merge_altitudes=cfg.DATASETS.AGREID.MERGE_ALTITUDES)
 
@@ -131,7 +131,7 @@ class AGReIDv2(AGReID):
             check_tree("AGReIDv2", root, [self._list], tree)
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "AGReIDv2":
+    def from_config(cls, cfg: CfgNode, root: str) -> "AGReIDv2":
         """Build the dataset from the config sections ``DATASETS.AGREID`` and ``DATASETS.AGREIDV2``."""
         section = cfg.DATASETS
         return cls(root=root, merge_altitudes=section.AGREID.MERGE_ALTITUDES, split=section.AGREIDV2.SPLIT)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from tabulate import tabulate
 
+from fastamp.config import CfgNode
 from fastamp.data.boxes import are_normalized, normalized_error, warn_of_small_boxes
 from fastamp.data.datasets.identity_names import is_unknown_identity, log_excluded
 from fastamp.data.datasets.items import ImageItem, PackedItems
@@ -77,7 +78,7 @@ class ImageDataset:
         self._items: dict[str, Sequence[ImageItem]] = {}
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "ImageDataset":
+    def from_config(cls, cfg: CfgNode, root: str) -> "ImageDataset":
         """Build the dataset from the config. Override this if the constructor has arguments besides ``root``.
 
         Args:
@@ -86,7 +87,7 @@ class ImageDataset:
         """
         return cls(root=root)  # type: ignore[call-arg]
 
-    def adapt_config(self, cfg: Any, training_set: Any) -> Any:
+    def adapt_config(self, cfg: CfgNode, training_set: Any) -> Any:
         """Return the config of a training on this dataset, before the model and the test sets are built.
 
         Args:

@@ -5,9 +5,8 @@ import logging
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.cuhk03_files import classic_splits, new_split, write_images
 from fastamp.data.datasets.file_utils import check_tree
@@ -100,7 +99,7 @@ class CUHK03(ImageDataset):
         super().__init__(self._add_name_prefix(train), query, gallery)
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "CUHK03":
+    def from_config(cls, cfg: CfgNode, root: str) -> "CUHK03":
         """Build the dataset from the config section ``DATASETS.CUHK03``."""
         settings = cfg.DATASETS.CUHK03
         return cls(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.columns import number_names
 from fastamp.data.datasets.base import ImageDataset, ImageItem, data_root
 from fastamp.data.datasets.csv_table import (
@@ -210,7 +210,7 @@ class CsvDataset(ImageDataset):
         return [names[column] for column in column_numbers], rows
 
     @classmethod
-    def from_config(cls, cfg: Any, path: str, *, skip_invalid: bool = False) -> "CsvDataset":
+    def from_config(cls, cfg: CfgNode, path: str, *, skip_invalid: bool = False) -> "CsvDataset":
         """Build the dataset from the path of the CSV file and the config section ``DATASETS.FOLDER``."""
         settings = cfg.DATASETS.FOLDER
         return cls(
@@ -360,7 +360,7 @@ class FolderDataset(ImageDataset):
         return self._cameras.get(camid, "") if isinstance(camid, int) else super().camera(camid)
 
     @classmethod
-    def from_config(cls, cfg: Any, path: str) -> "FolderDataset":
+    def from_config(cls, cfg: CfgNode, path: str) -> "FolderDataset":
         """Build the dataset from its path and the config section ``DATASETS.FOLDER``."""
         settings = cfg.DATASETS.FOLDER
         return cls(

@@ -2,9 +2,8 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
 from fastamp.data.datasets.file_utils import check_tree, list_files
 from fastamp.data.datasets.filename_dataset import MarketStyleDataset
@@ -52,7 +51,7 @@ class Market1501(MarketStyleDataset):
             check_tree(type(self).__name__, root, [self._distractors], f"{self.folder}/images/*.jpg")
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "Market1501":
+    def from_config(cls, cfg: CfgNode, root: str) -> "Market1501":
         """Build the dataset from the config key ``DATASETS.MARKET1501_500K``."""
         return cls(root=root, market1501_500k=True) if cfg.DATASETS.MARKET1501_500K else cls(root=root)
 

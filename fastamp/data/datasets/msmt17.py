@@ -2,9 +2,8 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.file_utils import check_first_image, check_tree, read_pairs
 from fastamp.utils.errors import DataError, check_choice
@@ -75,7 +74,7 @@ class MSMT17(ImageDataset):
         )
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "MSMT17":
+    def from_config(cls, cfg: CfgNode, root: str) -> "MSMT17":
         """Build the dataset from the config section ``DATASETS.MSMT17`` and the key ``DATASETS.COMBINEALL``."""
         settings = cfg.DATASETS.MSMT17
         return cls(root=root, version=settings.VERSION, validation=settings.VALIDATION or cfg.DATASETS.COMBINEALL)

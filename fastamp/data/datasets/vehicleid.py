@@ -4,11 +4,10 @@ import logging
 from collections import defaultdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.file_utils import check_first_image, check_tree, read_pairs
 from fastamp.utils.errors import DataError
@@ -64,7 +63,7 @@ class VehicleID(ImageDataset):
         )
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "VehicleID":
+    def from_config(cls, cfg: CfgNode, root: str) -> "VehicleID":
         """Build the dataset from the config section ``DATASETS.VEHICLEID``."""
         return cls(root=root, seed=cfg.DATASETS.VEHICLEID.SEED)
 

@@ -4,9 +4,8 @@ import logging
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
 from fastamp.data.datasets.file_utils import check_tree, read_lines
 from fastamp.data.datasets.filename_dataset import FilenameDataset
@@ -62,7 +61,7 @@ class VeRi(FilenameDataset):
             check_tree("VeRi", root, [self.dataset_dir / name for name in VIEW_LISTS], tree)
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "VeRi":
+    def from_config(cls, cfg: CfgNode, root: str) -> "VeRi":
         """Build the dataset from the config section ``DATASETS.VERI``."""
         return cls(root=root, views=cfg.DATASETS.VERI.VIEWS)
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.file_utils import check_tree, list_entries, list_files, read_lines
 from fastamp.utils.errors import ConfigError, DataError
@@ -142,7 +142,7 @@ class MARS(TrackletDataset):
         self.queries_in_gallery = queries_in_gallery
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "MARS":
+    def from_config(cls, cfg: CfgNode, root: str) -> "MARS":
         """Build the dataset from the config section ``DATASETS.MARS``."""
         return cls(root=root, queries_in_gallery=cfg.DATASETS.MARS.QUERIES_IN_GALLERY)
 
@@ -236,7 +236,7 @@ class TwoCameraDataset(TrackletDataset):
         self._people = splits[split]
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "TwoCameraDataset":
+    def from_config(cls, cfg: CfgNode, root: str) -> "TwoCameraDataset":
         """Build the dataset from the config key ``split_key``."""
         section = cls.split_key.split(".")[1]
         return cls(root=root, split=cfg.DATASETS[section].SPLIT)

@@ -2,11 +2,10 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
 from fastamp.data.datasets.filename_dataset import FilenameDataset
 from fastamp.utils.errors import ConfigError
@@ -65,7 +64,7 @@ class VIPeR(FilenameDataset):
         logger.info("VIPeR: random split %d of %d", split, SPLITS)
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "VIPeR":
+    def from_config(cls, cfg: CfgNode, root: str) -> "VIPeR":
         """Build the dataset from the config section ``DATASETS.VIPER``."""
         return cls(root=root, split=cfg.DATASETS.VIPER.SPLIT)
 

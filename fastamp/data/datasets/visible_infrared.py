@@ -5,9 +5,9 @@ The column ``modality`` is ``visible`` or ``infrared``; the latter also for RegD
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.file_utils import (
     check_first_image,
@@ -141,7 +141,7 @@ class RegDB(ImageDataset):
         )
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "RegDB":
+    def from_config(cls, cfg: CfgNode, root: str) -> "RegDB":
         """Build the dataset from the config section ``DATASETS.REGDB``."""
         return cls(root=root, trial=cfg.DATASETS.REGDB.TRIAL)
 

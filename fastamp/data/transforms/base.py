@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastamp.config import CfgNode
 from fastamp.data.keyed_random import keyed_uniforms
 from fastamp.utils.registry import Registry
 
@@ -127,7 +127,7 @@ class BatchTransform:
     before: str = ""
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "BatchTransform":
+    def from_config(cls, cfg: CfgNode) -> "BatchTransform":
         """Build the transform from its config section. By default, its keys other than ENABLED are the arguments.
 
         Raises:

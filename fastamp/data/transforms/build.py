@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.config import crop_size
+from fastamp.config import CfgNode, crop_size
 from fastamp.data.decode import image_from_pil, read_image
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
 from fastamp.data.transforms.geometry import Resize
@@ -117,7 +117,7 @@ class Transforms(NamedTuple):
         return torch.stack(list(images))
 
 
-def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
+def build_transforms(cfg: CfgNode, is_train: bool = True) -> Transforms:
     """Build the training or test transforms.
 
     For training, images are resized, and the enabled transforms are applied in the order of ``ORDER``. This is
@@ -172,7 +172,7 @@ def _least_size(size: tuple[int, ...]) -> tuple[int, ...]:
     return size if len(size) == 2 else size * 2
 
 
-def _train_augmentations(cfg: Any) -> list[BatchTransform]:
+def _train_augmentations(cfg: CfgNode) -> list[BatchTransform]:
     """Build the enabled transforms in their order of application.
 
     Raises:

@@ -1,12 +1,10 @@
 """Color transforms: color jitter, grayscale and Gaussian blur."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.transforms.base import (
     TRANSFORM_REGISTRY,
     BatchTransform,
@@ -145,7 +143,7 @@ class GaussianBlur(BatchTransform):
         self.sigma = sigma
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "GaussianBlur":
+    def from_config(cls, cfg: CfgNode) -> "GaussianBlur":
         """Build the transform from the config section ``INPUT.BLUR``.
 
         Raises:

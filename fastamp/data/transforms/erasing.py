@@ -1,13 +1,12 @@
 """Transforms of a random rectangle: erasing, conversion to grayscale, and patches from other images."""
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.config import Key, per_channel
+from fastamp.config import CfgNode, Key, per_channel
 from fastamp.data.transforms.base import (
     TRANSFORM_REGISTRY,
     BatchTransform,
@@ -109,7 +108,7 @@ class RandomErasing(RandomRectangle):
         self.value = tuple(round(channel) for channel in value)
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "RandomErasing":
+    def from_config(cls, cfg: CfgNode) -> "RandomErasing":
         """Build the transform from the config section ``INPUT.REA``.
 
         Raises:

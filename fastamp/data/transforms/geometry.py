@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from fastamp.config import Key, crop_size, input_size
+from fastamp.config import CfgNode, Key, crop_size, input_size
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, on_device
 from fastamp.utils.errors import ConfigError
 
@@ -165,7 +164,7 @@ class PadAndRandomCrop(BatchTransform):
         self.size = size
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "PadAndRandomCrop":
+    def from_config(cls, cfg: CfgNode) -> "PadAndRandomCrop":
         """Build the transform from the config section ``INPUT.PADDING``."""
         padding = cfg.INPUT.PADDING
         return cls(padding=padding.SIZE, mode=padding.MODE, size=input_size(cfg, is_train=True))
@@ -261,7 +260,7 @@ class RandomResizedCrop(BatchTransform):
     interpolation: str = "bicubic"
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "RandomResizedCrop":
+    def from_config(cls, cfg: CfgNode) -> "RandomResizedCrop":
         """Build the transform from the config section ``INPUT.CROP``.
 
         Raises:

@@ -13,7 +13,7 @@ from torch.nn.functional import conv2d, grid_sample
 from torchvision.transforms import v2
 from torchvision.transforms.functional import _get_inverse_affine_matrix
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, indices_where, on_device
 from fastamp.utils.errors import ConfigError
 
@@ -180,7 +180,7 @@ class _TorchvisionOperations(TorchvisionTransform):
     interpolation = "nearest"
 
     @classmethod
-    def from_config(cls, cfg: Any) -> BatchTransform:
+    def from_config(cls, cfg: CfgNode) -> BatchTransform:
         """Build the transform from its config section.
 
         Raises:

@@ -370,7 +370,7 @@ class DefaultPredictor:
         model: model in evaluation mode.
     """
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: CfgNode) -> None:
         self.cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})
         self.model = build_model(self.cfg).eval()
         Checkpointer(

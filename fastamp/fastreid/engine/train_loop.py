@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fastamp.amp import LossScaler, PrecisionPolicy
-from fastamp.config import get_cfg
+from fastamp.config import CfgNode, get_cfg
 from fastamp.engine import train_loop
 from fastamp.fastreid.overrides import overrides, warn_of_uncalled_methods
 from fastamp.fastreid.utils.events import RunStorage
@@ -153,6 +153,6 @@ class AMPTrainer(SimpleTrainer):
         self.grad_scaler = grad_scaler or build_grad_scaler(self.model)
 
     @classmethod
-    def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
+    def build_policy(cls, cfg: CfgNode, device: torch.device) -> PrecisionPolicy:
         """Build the precision policy from ``SOLVER.AMP``."""
         return PrecisionPolicy.from_config(cfg, device)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fastamp.amp import to_float32
+from fastamp.config import CfgNode
 from fastamp.fastreid.evaluation.evaluator import DatasetEvaluator
 from fastamp.utils import comm
 
@@ -18,7 +19,7 @@ class ClasEvaluator(DatasetEvaluator):
         output_dir: unused.
     """
 
-    def __init__(self, cfg: Any, output_dir: str | None = None) -> None:
+    def __init__(self, cfg: CfgNode, output_dir: str | None = None) -> None:
         self.reset()
 
     def metric_names(self) -> list[str]:

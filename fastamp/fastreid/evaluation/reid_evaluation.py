@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from fastamp.config import CfgNode
 from fastamp.engine import evaluation
 from fastamp.evaluation import reid_evaluation
 from fastamp.fastreid.evaluation.evaluator import DatasetEvaluator
@@ -27,14 +28,14 @@ class ReidEvaluator(DatasetEvaluator, reid_evaluation.ReidEvaluator):
     _cpu_device = torch.device("cpu")
 
     def __new__(
-        cls, cfg: Any, num_query: int, output_dir: str | None = None, *arguments: Any, **options: Any
+        cls, cfg: CfgNode, num_query: int, output_dir: str | None = None, *arguments: Any, **options: Any
     ) -> "ReidEvaluator":
         """Create an evaluator that is initialized already."""
         evaluator = super().__new__(cls)
         ReidEvaluator.__init__(evaluator, cfg, num_query, output_dir)
         return evaluator
 
-    def __init__(self, cfg: Any, num_query: int, output_dir: str | None = None, **options: Any) -> None:
+    def __init__(self, cfg: CfgNode, num_query: int, output_dir: str | None = None, **options: Any) -> None:
         # Without ``reset`` of a subclass, whose attributes do not exist yet.
         vars(self).update(vars(reid_evaluation.ReidEvaluator(cfg, num_query, output_dir, **options)))
         ReidEvaluator.reset(self)
@@ -75,7 +76,7 @@ class ReidEvaluator(DatasetEvaluator, reid_evaluation.ReidEvaluator):
             self._predictions.append(prediction)
 
 
-def build_evaluator(cfg: Any, num_query: int, output_dir: str | None = None) -> DatasetEvaluator:
+def build_evaluator(cfg: CfgNode, num_query: int, output_dir: str | None = None) -> DatasetEvaluator:
     """Build the evaluator of a test set; see ``fastamp.engine.evaluation.build_evaluator``."""
     evaluator = evaluation.build_evaluator(cfg, num_query, output_dir)
     if type(evaluator) is reid_evaluation.ReidEvaluator:

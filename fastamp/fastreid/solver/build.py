@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from fastamp.config import CfgNode
 from fastamp.solver import build
 from fastamp.solver.lr_schedule import EpochSchedule, build_lr_schedule, warmup_factor
 from fastamp.utils.errors import ConfigError
@@ -45,7 +46,7 @@ class _Scheduler:
         self._calls = state["calls"]
 
 
-def build_lr_scheduler(cfg: Any, optimizer: Optimizer, iters_per_epoch: int) -> dict[str, _Scheduler]:
+def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer, iters_per_epoch: int) -> dict[str, _Scheduler]:
     """Build schedulers for a custom training loop; ``DefaultTrainer`` does not use them.
 
     Args:
@@ -85,7 +86,7 @@ class _Unpacked:
         return iter((self, None))
 
 
-def build_optimizer(cfg: Any, model: nn.Module, contiguous: bool = True) -> Optimizer:
+def build_optimizer(cfg: CfgNode, model: nn.Module, contiguous: bool = True) -> Optimizer:
     """Build the optimizer of a model; see ``fastamp.solver.build_optimizer``.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.load_state import State
-from fastamp.config import fixed_input_size, size_key
+from fastamp.config import CfgNode, fixed_input_size, size_key
 from fastamp.modeling.backbones.build_utils import warn_ignored_options
 from fastamp.modeling.backbones.lora import with_adapters
 from fastamp.modeling.backbones.timm_model import build_timm_backbone
@@ -59,7 +59,7 @@ def variants(depths: Iterable[str], **fields: Any) -> Callable[[Backbone], Backb
     return add
 
 
-def build_backbone(cfg: Any) -> nn.Module:
+def build_backbone(cfg: CfgNode) -> nn.Module:
     """Build the backbone ``MODEL.BACKBONE.NAME``, with the adapters of ``MODEL.LORA``.
 
     Returns:
@@ -91,7 +91,7 @@ def build_backbone(cfg: Any) -> nn.Module:
     return with_adapters(cfg, backbone)
 
 
-def with_feature_dim(cfg: Any, backbone: nn.Module) -> Any:
+def with_feature_dim(cfg: CfgNode, backbone: nn.Module) -> Any:
     """Set ``MODEL.BACKBONE.FEAT_DIM`` to the input width of the head.
 
     The input width is the number of output channels of the backbone; for timm backbones it is read from the model. With
@@ -115,11 +115,11 @@ def with_feature_dim(cfg: Any, backbone: nn.Module) -> Any:
     return cfg.with_values({"MODEL.BACKBONE.FEAT_DIM": width})
 
 
-def _flattens(cfg: Any) -> bool:
+def _flattens(cfg: CfgNode) -> bool:
     return cfg.MODEL.HEADS.POOL_LAYER == "Flatten"
 
 
-def _flattened_width(cfg: Any, backbone: nn.Module) -> int:
+def _flattened_width(cfg: CfgNode, backbone: nn.Module) -> int:
     """Compute the length C * h * w of the flattened feature map; see ``with_feature_dim``."""
     if tuple(cfg.INPUT.SIZE_TRAIN) == tuple(cfg.INPUT.SIZE_TEST) == (0,) and not cfg.INPUT.CROP.ENABLED:
         return cfg.MODEL.BACKBONE.FEAT_DIM  # images are not resized: the head checks the size of each batch
@@ -148,7 +148,7 @@ def _flattened_width(cfg: Any, backbone: nn.Module) -> int:
     return width
 
 
-def _map_shape(cfg: Any, backbone: nn.Module, size: tuple[int, int]) -> torch.Size:
+def _map_shape(cfg: CfgNode, backbone: nn.Module, size: tuple[int, int]) -> torch.Size:
     """Return the shape (C, h, w) of the backbone's feature map for an image of size (height, width)."""
     training = backbone.training
     device = next((parameter.device for parameter in backbone.parameters()), None)

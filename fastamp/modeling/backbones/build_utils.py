@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights, load_pretrained_backbone
+from fastamp.config import CfgNode
 from fastamp.utils.errors import check_choice
 
 logger = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ LayerGroups = list[list[nn.Module | nn.Parameter]]
 """Layers of a backbone with L blocks: modules and parameters of each block, and those after the last block."""
 
 
-def choose_depth(cfg: Any, depths: Mapping[str, Depth], *, supported: tuple[str, ...] = ()) -> Depth:
+def choose_depth(cfg: CfgNode, depths: Mapping[str, Depth], *, supported: tuple[str, ...] = ()) -> Depth:
     """Return the entry of ``depths`` for ``MODEL.BACKBONE.DEPTH``; warn of options that the backbone ignores.
 
     Args:
@@ -34,7 +35,7 @@ def choose_depth(cfg: Any, depths: Mapping[str, Depth], *, supported: tuple[str,
     return depths[cfg.MODEL.BACKBONE.DEPTH]
 
 
-def warn_ignored_options(cfg: Any, *names: str, disabled: Any = False) -> None:
+def warn_ignored_options(cfg: CfgNode, *names: str, disabled: Any = False) -> None:
     """Log a warning for each unsupported option in ``names``, e.g. ``WITH_NL``, that ``MODEL.BACKBONE`` enables.
 
     Args:
@@ -53,7 +54,7 @@ def warn_ignored_options(cfg: Any, *names: str, disabled: Any = False) -> None:
 
 
 def with_pretrained_weights(
-    model: Model, cfg: Any, online: TorchvisionWeights | Download | None, *, without: tuple[str, ...] = ()
+    model: Model, cfg: CfgNode, online: TorchvisionWeights | Download | None, *, without: tuple[str, ...] = ()
 ) -> Model:
     """Load pretrained weights into ``model`` if ``MODEL.BACKBONE.PRETRAIN`` is True, and return ``model``.
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +9,7 @@ from torch import nn
 from torchvision.ops import StochasticDepth
 
 from fastamp.checkpoint.load_state import State
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.layers import dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
@@ -443,7 +442,7 @@ def _keys_of(trunk: State) -> dict[str, str]:
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, options=("PROJECTION",), keys_of=_keys_of)
-def build_clip_vit_backbone(cfg: Any) -> ClipVisionTransformer:
+def build_clip_vit_backbone(cfg: CfgNode) -> ClipVisionTransformer:
     """Build CLIP's ViT configured in ``MODEL.BACKBONE``; load ``PRETRAIN_PATH`` if ``PRETRAIN`` is True.
 
     The file is a state dict of CLIP, open_clip, CLIP-ReID or Hugging Face's transformers, .pth or .safetensors.

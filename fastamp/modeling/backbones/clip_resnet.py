@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from fastamp.checkpoint.load_state import State
+from fastamp.config import CfgNode
 from fastamp.layers import build_norm, dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
@@ -217,7 +217,7 @@ class ClipResNet(PositionGrid, nn.Module):
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, options=("PROJECTION",))
-def build_clip_resnet_backbone(cfg: Any) -> ClipResNet:
+def build_clip_resnet_backbone(cfg: CfgNode) -> ClipResNet:
     """Build CLIP's ResNet configured in ``MODEL.BACKBONE``; load ``PRETRAIN_PATH`` if ``PRETRAIN`` is True.
 
     The file is a state dict of CLIP, open_clip or CLIP-ReID, .pth or .safetensors.

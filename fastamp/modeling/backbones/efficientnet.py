@@ -1,13 +1,13 @@
 """EfficientNet B0 to B5 (Tan & Le 2019, arXiv:1905.11946) with the parameter names of pycls and FastReID."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from fastamp.checkpoint.pretrained import Download
 from fastamp.checkpoint.state_dict_conversion import rename_modules
+from fastamp.config import CfgNode
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -166,7 +166,7 @@ class EfficientNet(nn.Module):
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
-def build_effnet_backbone(cfg: Any) -> EfficientNet:
+def build_effnet_backbone(cfg: CfgNode) -> EfficientNet:
     """Build the EfficientNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:

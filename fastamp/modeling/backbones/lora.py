@@ -1,11 +1,10 @@
 """Low-rank adapters (LoRA) in the blocks of a transformer backbone."""
 
 import logging
-from typing import Any
 
 from torch import nn
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.layers.lora import ADAPTERS, add_adapter
 from fastamp.utils.errors import ConfigError, check_choice
 
@@ -39,7 +38,7 @@ _TARGETS = {"attn": "attention", "mlp": "mlp"}
 _NOT_FROZEN = ("sie_embed",)
 
 
-def with_adapters(cfg: Any, backbone: nn.Module) -> nn.Module:
+def with_adapters(cfg: CfgNode, backbone: nn.Module) -> nn.Module:
     """Add adapters to the blocks of a backbone and freeze its other parameters, if ``MODEL.LORA.RANK`` is positive.
 
     Camera and view embeddings are trained, because pretrained weights do not contain them.

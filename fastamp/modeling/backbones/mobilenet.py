@@ -5,7 +5,6 @@ parameter names, but a different batch norm epsilon and a different last layer.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 import torchvision
@@ -13,6 +12,7 @@ from torch import nn
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.checkpoint.state_dict_conversion import rename_modules
+from fastamp.config import CfgNode
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -118,7 +118,7 @@ def _init_convolution(convolution: nn.Conv2d) -> None:
 
 @BACKBONE_REGISTRY.register()
 @variants(WIDTHS)
-def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
+def build_mobilenetv2_backbone(cfg: CfgNode) -> MobileNetV2:
     """Build the MobileNetV2 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
@@ -133,7 +133,7 @@ def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
 
 @BACKBONE_REGISTRY.register()
 @variants(V3_MODELS)
-def build_mobilenetv3_backbone(cfg: Any) -> MobileNetV3:
+def build_mobilenetv3_backbone(cfg: CfgNode) -> MobileNetV3:
     """Build the MobileNetV3 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.pretrained import Download
+from fastamp.config import CfgNode
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -222,7 +223,7 @@ class OSNet(nn.Module):
 
 @BACKBONE_REGISTRY.register()
 @variants(CHANNELS, options=("WITH_IBN",))
-def build_osnet_backbone(cfg: Any) -> OSNet:
+def build_osnet_backbone(cfg: CfgNode) -> OSNet:
     """Build the OSNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:

@@ -3,11 +3,10 @@
 The positions of the instance norms were found by an architecture search.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 
+from fastamp.config import CfgNode
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -110,7 +109,7 @@ def _stage(in_channels: int, out_channels: int, norm: str, instance_norms: tuple
 
 @BACKBONE_REGISTRY.register()
 @variants(CHANNELS)
-def build_osnet_ain_backbone(cfg: Any) -> OSNetAIN:
+def build_osnet_ain_backbone(cfg: CfgNode) -> OSNetAIN:
     """Build the OSNet-AIN configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:

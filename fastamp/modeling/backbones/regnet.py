@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from fastamp.checkpoint.pretrained import Download
 from fastamp.checkpoint.state_dict_conversion import rename_modules
+from fastamp.config import CfgNode
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -205,7 +205,7 @@ class RegNet(nn.Module):
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
-def build_regnet_backbone(cfg: Any) -> RegNet:
+def build_regnet_backbone(cfg: CfgNode) -> RegNet:
     """Build the RegNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:

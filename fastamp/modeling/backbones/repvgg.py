@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +9,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from fastamp.checkpoint.load_state import State
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -289,7 +288,7 @@ def _convert_timm_name(key: str) -> str:
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, options=("DEPLOY",))
-def build_repvgg_backbone(cfg: Any) -> RepVGG:
+def build_repvgg_backbone(cfg: CfgNode) -> RepVGG:
     """Build the RepVGG configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:

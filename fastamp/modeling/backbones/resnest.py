@@ -1,12 +1,12 @@
 """ResNeSt with radix 2 (Zhang et al. 2020, arXiv:2004.08955) and the parameter names of its authors."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from fastamp.checkpoint.pretrained import Download
+from fastamp.config import CfgNode
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -177,7 +177,7 @@ def _stage(
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
-def build_resnest_backbone(cfg: Any) -> ResNeSt:
+def build_resnest_backbone(cfg: CfgNode) -> ResNeSt:
     """Build the ResNeSt configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:

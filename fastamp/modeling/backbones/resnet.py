@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.layers import IBN, MixStyle, NonLocal, SELayer, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import LayerGroups, with_pretrained_weights
@@ -268,7 +268,7 @@ def _stage(
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, options=("WITH_IBN", "WITH_SE", "WITH_NL"))
-def build_resnet_backbone(cfg: Any) -> ResNet:
+def build_resnet_backbone(cfg: CfgNode) -> ResNet:
     """Build the ResNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
@@ -279,13 +279,13 @@ def build_resnet_backbone(cfg: Any) -> ResNet:
     return with_pretrained_weights(ResNet(**resnet_options(cfg)), cfg, pretrained_weights(cfg), without=("NL_*",))
 
 
-def pretrained_weights(cfg: Any) -> TorchvisionWeights | Download | None:
+def pretrained_weights(cfg: CfgNode) -> TorchvisionWeights | Download | None:
     """Return the ImageNet weights published for the ResNet configured in ``MODEL.BACKBONE``; None if there are none."""
     backbone = cfg.MODEL.BACKBONE
     return PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN, backbone.WITH_SE))
 
 
-def resnet_options(cfg: Any) -> dict[str, Any]:
+def resnet_options(cfg: CfgNode) -> dict[str, Any]:
     """Return the constructor arguments of the ResNet configured in ``MODEL.BACKBONE``.
 
     Raises:

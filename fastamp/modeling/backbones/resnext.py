@@ -1,8 +1,7 @@
 """ResNeXt 32x4d (Xie et al. 2017, arXiv:1611.05431), a ResNet with grouped convolutions in the bottlenecks."""
 
-from typing import Any
-
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
+from fastamp.config import CfgNode
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
 from fastamp.modeling.backbones.resnet import Bottleneck, Depth, ResNet
@@ -24,7 +23,7 @@ PRETRAINED = {
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, options=("WITH_IBN", "WITH_NL"))
-def build_resnext_backbone(cfg: Any) -> ResNet:
+def build_resnext_backbone(cfg: CfgNode) -> ResNet:
     """Build the ResNeXt configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     As in FastReID, ``WITH_IBN`` applies to all four stages, and the max pooling of the stem is always padded.

@@ -5,11 +5,10 @@ channels after a block; this network shuffles them before a block, in a differen
 torchvision's shortcut branch outputs half of the output channels; here it outputs as many channels as the input has.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 
+from fastamp.config import CfgNode
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -115,7 +114,7 @@ class ShuffleNetV2(nn.Module):
 
 @BACKBONE_REGISTRY.register()
 @variants(CHANNELS)
-def build_shufflenetv2_backbone(cfg: Any) -> ShuffleNetV2:
+def build_shufflenetv2_backbone(cfg: CfgNode) -> ShuffleNetV2:
     """Build the ShuffleNetV2 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:

@@ -11,7 +11,7 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention
 from fastamp.amp import force_fp32
 from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.state_dict_conversion import rename_modules
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.layers import dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -199,7 +199,7 @@ def _keys_of(trunk: State) -> dict[str, str]:
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, keys_of=_keys_of)
-def build_solider_backbone(cfg: Any) -> SoliderSwin:
+def build_solider_backbone(cfg: CfgNode) -> SoliderSwin:
     """Build SOLIDER's Swin configured in ``MODEL.BACKBONE``; load ``PRETRAIN_PATH`` if ``PRETRAIN`` is True.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +9,7 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTran
 
 from fastamp.checkpoint.pretrained import TorchvisionWeights
 from fastamp.checkpoint.state_dict_conversion import rename_modules
+from fastamp.config import CfgNode
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
     LayerGroups,
@@ -144,7 +144,7 @@ class Swin(SwinTransformer):
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
-def build_swin_backbone(cfg: Any) -> Swin:
+def build_swin_backbone(cfg: CfgNode) -> Swin:
     """Build the Swin configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
-from fastamp.config import Key, fixed_input_size, input_size, size_key
+from fastamp.config import CfgNode, Key, fixed_input_size, input_size, size_key
 from fastamp.modeling.backbones.build_utils import LayerGroups, layers_in_order, warn_ignored_options
 from fastamp.modeling.backbones.position_grid import DEFAULT_STRIDE, factors_like
 from fastamp.modeling.backbones.timm_vit import (
@@ -194,7 +194,7 @@ class TimmBackbone(SideInformation):
         return {MODEL_PREFIX + key: value for key, value in state.items()}
 
 
-def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone | TimmVisionTransformer:
+def build_timm_backbone(cfg: CfgNode, name: str) -> TimmBackbone | TimmVisionTransformer:
     """Build the timm model ``name``; load pretrained weights if ``MODEL.BACKBONE.PRETRAIN`` is True.
 
     Plain Vision Transformers (DINOv2, DINOv3, EVA-02, SigLIP, ...) are built for the grid of patches of the training
@@ -317,7 +317,7 @@ def _weights_in_folder(name: str) -> str:
 
 
 def _patch_stride_and_size(
-    cfg: Any, name: str, probe: nn.Module, size: tuple[int, int]
+    cfg: CfgNode, name: str, probe: nn.Module, size: tuple[int, int]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the stride of the patches, and the image size that has the same grid without overlap; log the grid.
 
@@ -351,7 +351,7 @@ def _patch_stride_and_size(
     return stride, image_size
 
 
-def _require_default_stride(cfg: Any, name: str, probe: nn.Module) -> None:
+def _require_default_stride(cfg: CfgNode, name: str, probe: nn.Module) -> None:
     """Raise ConfigError if ``STRIDE_SIZE`` is set for a model that is not a plain ViT, which ignores it."""
     if tuple(cfg.MODEL.BACKBONE.STRIDE_SIZE) != DEFAULT_STRIDE:
         raise ConfigError(
@@ -361,14 +361,14 @@ def _require_default_stride(cfg: Any, name: str, probe: nn.Module) -> None:
         )
 
 
-def _transformer_rates(cfg: Any) -> dict[str, float]:
+def _transformer_rates(cfg: CfgNode) -> dict[str, float]:
     """Return timm's arguments of transformers for stochastic depth and dropout with positive values."""
     arguments = {argument: cfg.MODEL.BACKBONE[key.rpartition(".")[2]] for argument, key in _RATES.items()}
     return {argument: value for argument, value in arguments.items() if value > 0}
 
 
 def _create_vit(
-    timm: ModuleType, cfg: Any, name: str, probe: nn.Module, image_size: tuple[int, int]
+    timm: ModuleType, cfg: CfgNode, name: str, probe: nn.Module, image_size: tuple[int, int]
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Create a plain ViT, and return ``(model, arguments)``."""
     backbone = cfg.MODEL.BACKBONE
@@ -388,7 +388,7 @@ def _create_vit(
 
 
 def _create(
-    timm: ModuleType, cfg: Any, name: str, probe: nn.Module, size: tuple[int, int]
+    timm: ModuleType, cfg: CfgNode, name: str, probe: nn.Module, size: tuple[int, int]
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Create the model with the first set of arguments that it supports, and return ``(model, arguments)``.
 
@@ -422,7 +422,7 @@ def _create(
     raise _unsupported_size(cfg, name, probe, failure) from failure
 
 
-def _unsupported_size(cfg: Any, name: str, probe: nn.Module, error: Exception) -> ConfigError:
+def _unsupported_size(cfg: CfgNode, name: str, probe: nn.Module, error: Exception) -> ConfigError:
     key = size_key(cfg, is_train=True)
     size = input_size(cfg, is_train=True)
     return ConfigError(
@@ -467,7 +467,7 @@ def _grid_like(patches: int, size: tuple[int, int]) -> tuple[int, int] | None:
     return grid if distortion < math.log(_MAX_DISTORTION) else None
 
 
-def _log_pixel_statistics(cfg: Any, name: str, model: nn.Module) -> None:
+def _log_pixel_statistics(cfg: CfgNode, name: str, model: nn.Module) -> None:
     """Log the mean and standard deviation with which the weights were trained, if the config has others."""
     pretrained = getattr(model, "pretrained_cfg", None) or {}
     for key, values in (("PIXEL_MEAN", pretrained.get("mean")), ("PIXEL_STD", pretrained.get("std"))):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastamp.config import Key, fixed_input_size, input_size, size_key
+from fastamp.config import CfgNode, Key, fixed_input_size, input_size, size_key
 from fastamp.modeling.backbones.build_utils import LayerGroups
 from fastamp.modeling.backbones.position_grid import PositionGrid
 from fastamp.utils.errors import ConfigError, DataError
@@ -84,7 +84,7 @@ def patch_grid(size: tuple[int, int], patch: tuple[int, int], stride: tuple[int,
     return rows, columns
 
 
-def size_of_training_images(cfg: Any, patch: tuple[int, int]) -> tuple[int, int]:
+def size_of_training_images(cfg: CfgNode, patch: tuple[int, int]) -> tuple[int, int]:
     """Return the height and width of the training images, for which a position embedding is created.
 
     Args:
@@ -106,7 +106,7 @@ def size_of_training_images(cfg: Any, patch: tuple[int, int]) -> tuple[int, int]
     return image_size
 
 
-def transformer_options(cfg: Any) -> dict[str, Any]:
+def transformer_options(cfg: CfgNode) -> dict[str, Any]:
     """Return the arguments of a Vision Transformer with patches of 16 x 16 pixels that the config sets.
 
     Raises:

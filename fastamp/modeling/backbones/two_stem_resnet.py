@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import with_pretrained_weights
@@ -120,7 +120,7 @@ class TwoStemResNet(ResNet):
     options=("WITH_IBN", "WITH_SE", "WITH_NL"),
     keys_of=lambda state: {"DATASETS.CATEGORIES": "{'modality': ('visible', 'infrared')}"},
 )
-def build_two_stem_resnet_backbone(cfg: Any) -> TwoStemResNet:
+def build_two_stem_resnet_backbone(cfg: CfgNode) -> TwoStemResNet:
     """Build the two-stem ResNet configured in ``MODEL.BACKBONE``; see ``build_resnet_backbone``.
 
     Pretrained weights are those of a ResNet; both stems begin with its stem.

@@ -3,7 +3,6 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from torchvision.ops import StochasticDepth
 
 from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.pretrained import Download
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.layers import IBN, build_norm, dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
@@ -447,7 +446,7 @@ def infer_embedding_keys(state: State) -> dict[str, str]:
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, keys_of=infer_embedding_keys)
-def build_vit_backbone(cfg: Any) -> VisionTransformer:
+def build_vit_backbone(cfg: CfgNode) -> VisionTransformer:
     """Build the ViT configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     The position embedding is created for the size of the training images: ``INPUT.CROP.SIZE`` if

@@ -1,15 +1,14 @@
 """Registry and builder of heads."""
 
-from typing import Any
-
 from torch import nn
 
+from fastamp.config import CfgNode
 from fastamp.utils.registry import Registry
 
 HEADS_REGISTRY = Registry("MODEL.HEADS.NAME")
 
 
-def build_heads(cfg: Any, backbone: nn.Module | None = None) -> nn.Module:
+def build_heads(cfg: CfgNode, backbone: nn.Module | None = None) -> nn.Module:
     """Build the head ``MODEL.HEADS.NAME``.
 
     Args:

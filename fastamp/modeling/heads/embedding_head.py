@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import force_fp32
+from fastamp.config import CfgNode
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, PartialFC, build_norm, pooled_width
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.temporal_pool import TEMPORAL_POOLS
@@ -15,13 +16,13 @@ from fastamp.utils.sharding import RowShard
 _EXPONENT_TOLERANCE = 1e-3  # learned exponents nearer to the fixed one give the same features
 
 
-def classifier_options(cfg: Any) -> dict[str, Any]:
+def classifier_options(cfg: CfgNode) -> dict[str, Any]:
     """Return the options of ``MODEL.HEADS.CLS_LAYER`` besides scale and margin; {} if the class declares none."""
     layer = CLS_LAYER_REGISTRY.get(cfg.MODEL.HEADS.CLS_LAYER)
     return layer.further_options(cfg) if hasattr(layer, "further_options") else {}
 
 
-def partial_fc_options(cfg: Any) -> dict[str, Any]:
+def partial_fc_options(cfg: CfgNode) -> dict[str, Any]:
     """Return the arguments of a head for ``MODEL.HEADS.PFC``; {} if it is not enabled, or if there are no classes.
 
     Raises:
@@ -126,7 +127,7 @@ class EmbeddingHead(nn.Module):
             self.temporal_pool = TEMPORAL_POOLS[temporal_pool](self.pooled_dim, frames=frames)
 
     @classmethod
-    def from_config(cls, cfg: Any) -> dict[str, Any]:
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the constructor arguments configured in ``MODEL.HEADS``."""
         heads, temporal = cfg.MODEL.HEADS, {}
         if heads.TEMPORAL_POOL != "none":

@@ -1,13 +1,12 @@
 """Jigsaw patch module of TransReID: a global feature, and local features of groups of shuffled patches."""
 
 import copy
-from typing import Any
 
 import torch
 from torch import nn
 
 from fastamp.checkpoint.load_state import State
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.modeling.backbones.transformer import run_block
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
@@ -81,7 +80,7 @@ class JPMHead(nn.Module):
         self.feature_dim = sum(branch.feature_dim for branch in branches)
 
     @classmethod
-    def from_config(cls, cfg: Any, *, backbone: nn.Module) -> "JPMHead":
+    def from_config(cls, cfg: CfgNode, *, backbone: nn.Module) -> "JPMHead":
         """Build the head configured in ``MODEL.HEADS``; the last block is removed from ``backbone``.
 
         Raises:

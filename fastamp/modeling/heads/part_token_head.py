@@ -7,7 +7,7 @@ from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.checkpoint.load_state import State
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.utils.errors import ConfigError
@@ -53,7 +53,7 @@ class PartTokenHead(EmbeddingHead):
         nn.init.normal_(self.weight, std=0.01)
 
     @classmethod
-    def from_config(cls, cfg: Any) -> dict[str, Any]:
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the constructor arguments configured in ``MODEL.HEADS``.
 
         Raises:

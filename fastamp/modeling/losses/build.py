@@ -1,10 +1,10 @@
 """Registry and builder of losses."""
 
 import logging
-from typing import Any
 
 from torch import nn
 
+from fastamp.config import CfgNode
 from fastamp.layers import pooled_width
 from fastamp.modeling.losses.pml import PML, build_pml_loss
 from fastamp.utils.errors import ConfigError
@@ -25,12 +25,12 @@ class ConfiguredLoss(nn.Module):
     section: str
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "ConfiguredLoss":
+    def from_config(cls, cfg: CfgNode) -> "ConfiguredLoss":
         """Build the loss; the keys of the section are its arguments."""
         return cls(**{key.lower(): value for key, value in cfg.MODEL.LOSSES[cls.section].items()})
 
 
-def build_losses(cfg: Any) -> nn.ModuleDict:
+def build_losses(cfg: CfgNode) -> nn.ModuleDict:
     """Build the losses listed in ``MODEL.LOSSES.NAME``.
 
     A loss is a module with a class attribute ``loss_name`` and a method ``forward(outputs, targets) -> scalar``, where
@@ -94,7 +94,7 @@ def check_shareable(losses: nn.ModuleDict, owner: str) -> None:
         )
 
 
-def feature_dim(cfg: Any) -> int:
+def feature_dim(cfg: CfgNode) -> int:
     """Return the width of the ``features`` that the head passes to the losses."""
     heads = cfg.MODEL.HEADS
     pooled_dim = pooled_width(heads.POOL_LAYER, cfg.MODEL.BACKBONE.FEAT_DIM)

@@ -1,12 +1,10 @@
 """Center loss, which pulls each feature toward the learned center of the identity."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from fastamp.amp import force_fp32
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.modeling.losses.build import LOSS_REGISTRY, feature_dim
 
 KEYS = (
@@ -60,7 +58,7 @@ class CenterLoss(nn.Module):
         self.scale, self.lr = scale, lr
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "CenterLoss":
+    def from_config(cls, cfg: CfgNode) -> "CenterLoss":
         """Build the loss configured in ``MODEL.LOSSES.CENTER``."""
         center = cfg.MODEL.LOSSES.CENTER
         return cls(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.modeling.losses.build import LOSS_REGISTRY, feature_dim
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
@@ -179,7 +179,7 @@ class ClothesAdversarialLoss(nn.Module):
         self.register_buffer("identity_of", torch.full((num_clothes,), -1), persistent=False)
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "ClothesAdversarialLoss | None":
+    def from_config(cls, cfg: CfgNode) -> "ClothesAdversarialLoss | None":
         """Build the loss configured in ``MODEL.LOSSES.CAL``; None for an evaluation, which has no training set.
 
         Raises:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import force_fp32
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.utils.errors import ConfigError, did_you_mean, optional_package
 
 KEYS = (
@@ -87,7 +87,7 @@ class PMLLoss(nn.Module):
         return self.scale * self.loss(features, targets, pairs)
 
 
-def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
+def build_pml_loss(cfg: CfgNode, name: str, *, feature_dim: int) -> PMLLoss | None:
     """Build the loss ``name`` of pytorch-metric-learning with the arguments in ``MODEL.LOSSES.PML.ARGS``.
 
     The number of classes and the width of the features are passed to losses that require them.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.config import CfgNode
 from fastamp.modeling.backbones import build_backbone, with_feature_dim
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
@@ -45,7 +46,7 @@ class Baseline(ImageModel):
         self.losses = Losses(losses, gather=gather)
 
     @classmethod
-    def from_config(cls, cfg: Any) -> dict[str, Any]:
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Build the backbone, the head and the losses configured in ``MODEL``, and return the constructor arguments.
 
         Raises:
@@ -67,7 +68,7 @@ class Baseline(ImageModel):
         }
 
     @classmethod
-    def further_options(cls, cfg: Any) -> dict[str, Any]:
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return additional constructor arguments of a subclass; ``FEAT_DIM`` in ``cfg`` is the head's input width."""
         return {}
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import apply_force_fp32
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.modeling.losses.compute import Outputs, main_outputs
 from fastamp.modeling.losses.distillation import distillation_loss
 from fastamp.modeling.meta_arch.baseline import Baseline
@@ -78,7 +78,7 @@ class Distiller(Baseline):
             self.trunks = (*self.trunks, "ema.backbone")
 
     @classmethod
-    def further_options(cls, cfg: Any) -> dict[str, Any]:
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
         """Build the teachers configured in ``KD``. A model built without classes, for evaluation only, has no teachers.
 
         Raises:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.state_dict_conversion import whole_model_names
-from fastamp.config import per_channel
+from fastamp.config import CfgNode, per_channel
 from fastamp.modeling.losses.compute import column_of
 from fastamp.utils.errors import DataError, WeightsError
 
@@ -230,7 +230,7 @@ class ImageModel(nn.Module):
         return whole_model_names(state, self.backbone, notes)
 
 
-def normalization(cfg: Any) -> dict[str, Any]:
+def normalization(cfg: CfgNode) -> dict[str, Any]:
     """Read ``pixel_mean`` and ``pixel_std`` from ``MODEL``, each with ``INPUT.CHANNELS`` values.
 
     Raises:

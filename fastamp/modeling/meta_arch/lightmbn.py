@@ -10,6 +10,7 @@ from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.checkpoint.load_state import State
+from fastamp.config import CfgNode
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones import OSNet, build_backbone
 from fastamp.modeling.backbones.osnet import OSBlock
@@ -124,7 +125,7 @@ class LightMBN(MultiBranchModel):
             self.add_module(f"{name}_head", heads[name])
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "LightMBN":
+    def from_config(cls, cfg: CfgNode) -> "LightMBN":
         """Build the model configured in ``MODEL`` for images with ``INPUT.CHANNELS`` channels.
 
         Raises:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.load_state import State
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones import ResNet, build_backbone
 from fastamp.modeling.heads import build_heads
@@ -102,7 +102,7 @@ class MGN(MultiBranchModel):
                 self.add_module(f"heads_extra_bn_{branch}", build_norm(branch_norm, backbone.feature_dim))
 
     @classmethod
-    def from_config(cls, cfg: Any) -> dict[str, Any]:
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Build the parts configured in ``MODEL``, and return the constructor arguments.
 
         Raises:

@@ -9,7 +9,7 @@ from torch import nn
 
 from fastamp.amp import apply_force_fp32, force_fp32
 from fastamp.checkpoint.load_state import classifiers, convert_state_dict
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.modeling.losses.build import feature_dim
 from fastamp.modeling.losses.compute import Outputs, main_outputs
 from fastamp.modeling.losses.pairwise_cosine import log_sum_exp_loss
@@ -89,7 +89,7 @@ class MoCo(Baseline):
         self.scale = scale
 
     @classmethod
-    def further_options(cls, cfg: Any) -> dict[str, Any]:
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the constructor arguments configured in ``MODEL.QUEUE_SIZE`` and ``MODEL.MOCO``."""
         moco = cfg.MODEL.MOCO
         return {

@@ -8,14 +8,14 @@ from fastamp.amp import requested_device
 from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
-from fastamp.config import get_cfg
+from fastamp.config import CfgNode, get_cfg
 from fastamp.config.defaults import KEYS
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY, build_model
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
 from fastamp.utils.files import expand
 
 
-def build_teachers(cfg: Any) -> list[nn.Module]:
+def build_teachers(cfg: CfgNode) -> list[nn.Module]:
     """Build the teachers in ``KD.MODEL_CONFIG`` on ``MODEL.DEVICE``, and load their ``KD.MODEL_WEIGHTS``.
 
     The teachers are in evaluation mode without gradients. They use the device, memory format, compilation and precision
@@ -36,7 +36,7 @@ def build_teachers(cfg: Any) -> list[nn.Module]:
     return [_build_teacher(cfg, *files) for files in zip(configs, weights, strict=True)]
 
 
-def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
+def _build_teacher(cfg: CfgNode, config_file: str, weights_file: str) -> nn.Module:
     try:
         teacher = build_model(_teacher_config(cfg, config_file))
     except UserError as error:
@@ -67,7 +67,7 @@ def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
     return teacher.requires_grad_(False).eval()
 
 
-def _teacher_config(cfg: Any, path: str) -> Any:
+def _teacher_config(cfg: CfgNode, path: str) -> Any:
     """Read the config of a teacher and adapt it to ``cfg``, the config of the student."""
     teacher = get_cfg()
     for key, _ in cfg.keys_below():

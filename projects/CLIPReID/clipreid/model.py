@@ -11,7 +11,7 @@ from clipreid.text import PromptLearner, TextEncoder, prompt_tokens
 from fastamp.amp import force_fp32
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.layers import build_norm
 from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.modeling.heads import HEADS_REGISTRY
@@ -66,7 +66,7 @@ class CLIPReIDHead(nn.Module):
         self.weight_proj = nn.Parameter(torch.randn(num_classes, dims[1]) * 0.001)
 
     @classmethod
-    def from_config(cls, cfg: Any, *, backbone: nn.Module) -> dict[str, Any]:
+    def from_config(cls, cfg: CfgNode, *, backbone: nn.Module) -> dict[str, Any]:
         """Return the constructor arguments.
 
         Raises:
@@ -164,7 +164,7 @@ class CLIPReID(Baseline):
                 module.requires_grad_(False)
 
     @classmethod
-    def from_config(cls, cfg: Any) -> dict[str, Any]:
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Build the parts configured in ``MODEL`` and ``CLIPREID``.
 
         Raises:
@@ -185,7 +185,7 @@ class CLIPReID(Baseline):
         return parts | cls._text_parts(cfg, parts["backbone"])
 
     @classmethod
-    def _text_parts(cls, cfg: Any, backbone: nn.Module) -> dict[str, Any]:
+    def _text_parts(cls, cfg: CfgNode, backbone: nn.Module) -> dict[str, Any]:
         """Build the text tower and the prompts; without classes, for evaluation, there are none."""
         options, classes = cfg.CLIPREID, cfg.MODEL.HEADS.NUM_CLASSES
         if not classes:

@@ -2,8 +2,8 @@
 
 import bisect
 from dataclasses import dataclass
-from typing import Any
 
+from fastamp.config import CfgNode
 from fastamp.solver.lr_schedule import SCHEDULE_REGISTRY
 
 
@@ -32,7 +32,7 @@ class EpochMultiStepSchedule:
 
 
 @SCHEDULE_REGISTRY.register("EpochMultiStepLR")
-def build_epoch_multi_step(cfg: Any, *, iters_per_epoch: int) -> EpochMultiStepSchedule:
+def build_epoch_multi_step(cfg: CfgNode, *, iters_per_epoch: int) -> EpochMultiStepSchedule:
     """Build the schedule from WARMUP_EPOCHS, WARMUP_FACTOR, STEPS and GAMMA in ``SOLVER``."""
     solver = cfg.SOLVER
     return EpochMultiStepSchedule(

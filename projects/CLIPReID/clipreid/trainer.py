@@ -14,7 +14,7 @@ from torch.optim import Adam, Optimizer
 from clipreid.losses import image_text_supcon
 from clipreid.model import CLIPReID
 from fastamp.amp import LossScaler, PrecisionPolicy
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
@@ -158,7 +158,7 @@ class CLIPReIDTrainer(AMPTrainer):
 
     @classmethod
     def from_config(
-        cls, cfg: Any, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: list[Optimizer]
+        cls, cfg: CfgNode, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: list[Optimizer]
     ) -> "CLIPReIDTrainer":
         """Build the trainer.
 
@@ -181,7 +181,7 @@ class CLIPReIDTrainer(AMPTrainer):
         return trainer
 
     @classmethod
-    def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
+    def build_policy(cls, cfg: CfgNode, device: torch.device) -> PrecisionPolicy:
         """Build the precision policy from ``SOLVER.AMP``; float32 if it is not enabled."""
         enabled = cfg.SOLVER.AMP.ENABLED
         return PrecisionPolicy.from_config(cfg, device) if enabled else PrecisionPolicy.float32(cfg, device)

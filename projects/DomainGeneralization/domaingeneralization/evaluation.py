@@ -8,7 +8,7 @@ from torch import nn
 
 from domaingeneralization.matcher import QAConv
 from fastamp.amp import PrecisionPolicy
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.evaluation import EVALUATOR_REGISTRY, Identities, ReidEvaluator, compute_metrics
 from fastamp.evaluation.tracklets import COLUMN as TRACKLET
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances
@@ -89,7 +89,7 @@ class MatchingEvaluator(ReidEvaluator):
         ConfigError: if ``TEST.MATCHING.ENABLED`` is combined with another ranking or the flip test.
     """
 
-    def __init__(self, cfg: Any, num_query: int, output_dir: str | None = None, **options: Any) -> None:
+    def __init__(self, cfg: CfgNode, num_query: int, output_dir: str | None = None, **options: Any) -> None:
         self.matching = cfg.TEST.MATCHING
         if self.matching.ENABLED:
             for conflict, fix in (

@@ -8,7 +8,7 @@ from torch import nn
 
 from domaingeneralization.matcher import QAConv
 from fastamp.amp import PrecisionPolicy, force_fp32, to_float32
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.modeling.heads import HEADS_REGISTRY, EmbeddingHead
 from fastamp.modeling.meta_arch import Baseline
@@ -55,7 +55,7 @@ class QAConvHead(EmbeddingHead):
         self.matcher = QAConv(self.size[0] * self.size[1])
 
     @classmethod
-    def from_config(cls, cfg: Any) -> dict[str, Any]:
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the constructor arguments configured in ``MODEL.HEADS``."""
         keys = cfg.MODEL.HEADS.MATCHING
         return super().from_config(cfg) | {"size": keys.SIZE, "channels": keys.CHANNELS}

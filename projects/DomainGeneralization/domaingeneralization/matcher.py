@@ -1,13 +1,11 @@
 """Query-adaptive convolution (QAConv, Liao and Shao 2020, arXiv:1904.10424): matching of two feature maps."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.modeling.losses import LOSS_REGISTRY
 from fastamp.utils.errors import ConfigError
 
@@ -78,7 +76,7 @@ class PairwiseMatchingLoss(nn.Module):
         self.scale = scale
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "PairwiseMatchingLoss":
+    def from_config(cls, cfg: CfgNode) -> "PairwiseMatchingLoss":
         """Build the loss from ``MODEL.LOSSES.MATCHING``."""
         return cls(scale=cfg.MODEL.LOSSES.MATCHING.SCALE)
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from domaingeneralization.graph_sampler import GraphSampler, nearest_identities
 from fastamp.amp import PrecisionPolicy
+from fastamp.config import CfgNode
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
 from fastamp.engine.hooks import HookBase, Priority
@@ -72,7 +73,7 @@ class GraphTrainer(AMPTrainer):
 
     @classmethod
     def from_config(
-        cls, cfg: Any, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: list[Optimizer]
+        cls, cfg: CfgNode, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: list[Optimizer]
     ) -> "GraphTrainer":
         """Build the trainer.
 
@@ -96,7 +97,7 @@ class GraphTrainer(AMPTrainer):
         return trainer
 
     @classmethod
-    def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
+    def build_policy(cls, cfg: CfgNode, device: torch.device) -> PrecisionPolicy:
         """Build the precision policy from ``SOLVER.AMP``; float32 if it is not enabled."""
         enabled = cfg.SOLVER.AMP.ENABLED
         return PrecisionPolicy.from_config(cfg, device) if enabled else PrecisionPolicy.float32(cfg, device)

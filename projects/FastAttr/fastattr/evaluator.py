@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, to_float32
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.evaluation import (
     EVALUATOR_REGISTRY,
     DatasetEvaluator,
@@ -49,7 +49,7 @@ class AttributeTotals:
         output_dir: folder of ``attributes.csv``; None writes no file.
     """
 
-    def __init__(self, cfg: Any, output_dir: str | None) -> None:
+    def __init__(self, cfg: CfgNode, output_dir: str | None) -> None:
         self.names, self.output_dir = tuple(cfg.MODEL.ATTRIBUTES.NAMES), output_dir
         self.attributes = parse_names(self.names, cfg.DATASETS.CATEGORIES)
         self.threshold = cfg.TEST.THRES
@@ -184,11 +184,11 @@ class AttrEvaluator(DatasetEvaluator):
         output_dir: folder of ``attributes.csv``. Default None: no file.
     """
 
-    def __init__(self, cfg: Any, num_query: int = 0, output_dir: str | None = None) -> None:
+    def __init__(self, cfg: CfgNode, num_query: int = 0, output_dir: str | None = None) -> None:
         self.totals = AttributeTotals(cfg, output_dir)
 
     @staticmethod
-    def describe_protocol(cfg: Any) -> str:
+    def describe_protocol(cfg: CfgNode) -> str:
         """Describe the evaluation for the log."""
         return f"attributes; predicted from a probability of {cfg.TEST.THRES:g}; metric is mA"
 
@@ -218,7 +218,7 @@ class AttrEvaluator(DatasetEvaluator):
 class JointAttrEvaluator(ReidEvaluator):
     """Compute the metrics of re-identification and of attributes of a ``JointAttrBaseline``."""
 
-    def __init__(self, cfg: Any, num_query: int, output_dir: str | None = None, **options: Any) -> None:
+    def __init__(self, cfg: CfgNode, num_query: int, output_dir: str | None = None, **options: Any) -> None:
         self.totals = AttributeTotals(cfg, output_dir)
         super().__init__(cfg, num_query, output_dir, **options)
 

@@ -1,14 +1,13 @@
 """Weighted binary cross entropy over attributes."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 
 KEYS = (
     Key(
@@ -63,7 +62,7 @@ class BinaryCrossEntropyLoss(nn.Module):
         self.register_buffer("positive_rates", torch.full((num_attributes,), 0.5))
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "BinaryCrossEntropyLoss":
+    def from_config(cls, cfg: CfgNode) -> "BinaryCrossEntropyLoss":
         """Build the loss from ``MODEL.LOSSES.BCE``."""
         bce = cfg.MODEL.LOSSES.BCE
         return cls(num_attributes=len(cfg.MODEL.ATTRIBUTES.NAMES), weighted=bce.WEIGHT_ENABLED, scale=bce.SCALE)

@@ -37,7 +37,7 @@ class _AttributeModel(Baseline):
     training_only = ("losses", "attribute_loss")
 
     @classmethod
-    def further_options(cls, cfg: Any) -> dict[str, Any]:
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the attributes of the config and their loss."""
         return {
             "attributes": parse_names(cfg.MODEL.ATTRIBUTES.NAMES, cfg.DATASETS.CATEGORIES),
@@ -80,7 +80,7 @@ class AttrBaseline(_AttributeModel):
         return cfg.with_values({"MODEL.HEADS.NUM_CLASSES": number}), number
 
     @classmethod
-    def from_config(cls, cfg: Any) -> dict[str, Any]:
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Build the parts configured in ``MODEL``.
 
         Raises:
@@ -141,7 +141,7 @@ class JointAttrBaseline(_AttributeModel):
         return with_attributes(cfg, dataset), dataset.num_classes
 
     @classmethod
-    def from_config(cls, cfg: Any) -> dict[str, Any]:
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Build the parts configured in ``MODEL``; losses other than ``BinaryCrossEntropyLoss`` are those of features.
 
         Raises:
@@ -152,7 +152,7 @@ class JointAttrBaseline(_AttributeModel):
         return super().from_config(cfg.with_values({"MODEL.LOSSES.NAME": others}))
 
     @classmethod
-    def further_options(cls, cfg: Any) -> dict[str, Any]:
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the attributes of the config, their loss and their head."""
         number = len(cfg.MODEL.ATTRIBUTES.NAMES)
         values = {"MODEL.HEADS.NUM_CLASSES": number, "MODEL.HEADS.CLS_LAYER": "Linear", "MODEL.HEADS.WITH_BNNECK": True}
@@ -176,7 +176,7 @@ class JointAttrBaseline(_AttributeModel):
         return self.heads(maps), self.attribute_head(maps)
 
 
-def _check_losses(cfg: Any, expected: tuple[str, ...] | None) -> None:
+def _check_losses(cfg: CfgNode, expected: tuple[str, ...] | None) -> None:
     names = tuple(cfg.MODEL.LOSSES.NAME)
     if BCE not in names or (expected is not None and names != expected):
         raise ConfigError(

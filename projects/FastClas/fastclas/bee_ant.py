@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fastamp.config import CfgNode
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastclas.class_folder import ClassFolder
 
@@ -14,6 +15,6 @@ class Hymenoptera(ClassFolder):
     folder = "hymenoptera_data"
 
     @classmethod
-    def options(cls, cfg: Any) -> dict[str, Any]:
+    def options(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return no further arguments: the folder is that of the data root."""
         return {}

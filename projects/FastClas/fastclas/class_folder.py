@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.custom import IMAGE_SUFFIXES
 from fastamp.data.datasets.file_utils import check_tree, list_entries
@@ -51,7 +51,7 @@ class ClassDataset(ImageDataset):
         )
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "ClassDataset":
+    def from_config(cls, cfg: CfgNode, root: str) -> "ClassDataset":
         """Build the dataset with the classes ``DATASETS.CLASSES``.
 
         Raises:
@@ -65,7 +65,7 @@ class ClassDataset(ImageDataset):
         return cls(root=root, classes=cfg.DATASETS.CLASSES, **cls.options(cfg))
 
     @classmethod
-    def options(cls, cfg: Any) -> dict[str, Any]:
+    def options(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the constructor arguments of a subclass other than ``root`` and ``classes``."""
         return {}
 
@@ -81,7 +81,7 @@ class ClassDataset(ImageDataset):
         """Return "": the images have no cameras."""
         return ""
 
-    def adapt_config(self, cfg: Any, training_set: Any) -> Any:
+    def adapt_config(self, cfg: CfgNode, training_set: Any) -> Any:
         """Return the config with ``DATASETS.CLASSES`` set to the classes of the training images.
 
         Raises:
@@ -156,7 +156,7 @@ class ClassFolder(ClassDataset):
         super().__init__(classes)
 
     @classmethod
-    def options(cls, cfg: Any) -> dict[str, Any]:
+    def options(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the path ``DATASETS.CLASS_FOLDER``."""
         return {"path": cfg.DATASETS.CLASS_FOLDER}
 

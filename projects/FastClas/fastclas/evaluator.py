@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from fastamp.config import CfgNode
 from fastamp.evaluation import EVALUATOR_REGISTRY, CountMatrix, DatasetEvaluator, ImageExample, ReportSection, Table
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
@@ -26,12 +27,12 @@ class ClasEvaluator(DatasetEvaluator):
         output_dir: unused.
     """
 
-    def __init__(self, cfg: Any, num_query: int = 0, output_dir: str | None = None) -> None:
+    def __init__(self, cfg: CfgNode, num_query: int = 0, output_dir: str | None = None) -> None:
         self.head, self.names = cfg.MODEL.HEADS.NAME, tuple(cfg.DATASETS.CLASSES)
         self.reset()
 
     @classmethod
-    def describe_protocol(cls, cfg: Any) -> str:
+    def describe_protocol(cls, cfg: CfgNode) -> str:
         """Describe the evaluation in one line."""
         return "accuracy of the classifier"
 

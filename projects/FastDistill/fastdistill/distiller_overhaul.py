@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch import Distiller
 from fastamp.utils.errors import ConfigError
@@ -56,7 +56,7 @@ class DistillerOverhaul(Distiller):
         self.connectors = nn.ModuleList(self._build_connectors(backbone) for backbone in self._teacher_backbones())
 
     @classmethod
-    def further_options(cls, cfg: Any) -> dict[str, Any]:
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
         """Build the teachers, see ``Distiller.further_options``.
 
         Raises:

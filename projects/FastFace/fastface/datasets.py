@@ -1,11 +1,11 @@
 """Datasets of faces: a folder for each identity, and pairs in the format of LFW."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets import DATASET_REGISTRY, ImageDataset
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.datasets.custom import image_files
@@ -51,7 +51,7 @@ class FaceFolder(ImageDataset):
         super().__init__(self._read, list, list)
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> ImageDataset:
+    def from_config(cls, cfg: CfgNode, root: str) -> ImageDataset:
         """Build the dataset from ``DATASETS.FACE_FOLDER``, or ``FaceRecords`` if ``DATASETS.REC_PATH`` is set."""
         if cfg.DATASETS.REC_PATH:
             return FaceRecords.from_config(cfg, root)
@@ -98,7 +98,7 @@ class FaceRecords(ImageDataset):
         super().__init__(self._read, list, list)
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "FaceRecords":
+    def from_config(cls, cfg: CfgNode, root: str) -> "FaceRecords":
         """Build the dataset from ``DATASETS.REC_PATH``."""
         return cls(cfg.DATASETS.REC_PATH)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from fastamp.config import CfgNode
 from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.modeling.heads import HEADS_REGISTRY, EmbeddingHead
 from fastamp.modeling.meta_arch import Baseline
@@ -24,7 +25,7 @@ class FaceBaseline(Baseline):
     supports_partial_fc = True
 
     @classmethod
-    def adapt_to_training_set(cls, cfg: Any, dataset: Any) -> tuple[Any, int]:
+    def adapt_to_training_set(cls, cfg: CfgNode, dataset: Any) -> tuple[Any, int]:
         """Return the config and the number of identities.
 
         Raises:

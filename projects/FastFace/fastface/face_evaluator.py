@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastamp.config import CfgNode
 from fastamp.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator
 from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.utils import comm
@@ -30,12 +31,12 @@ class FaceEvaluator(DatasetEvaluator):
         output_dir: not used.
     """
 
-    def __init__(self, cfg: Any, num_query: int = 0, output_dir: str | None = None) -> None:
+    def __init__(self, cfg: CfgNode, num_query: int = 0, output_dir: str | None = None) -> None:
         self.baselines = {"raw pixels": raw_pixels, "color histogram": color_histogram} if cfg.TEST.BASELINES else {}
         self.reset()
 
     @staticmethod
-    def describe_protocol(cfg: Any) -> str:
+    def describe_protocol(cfg: CfgNode) -> str:
         """Describe the evaluation for the log."""
         mirrored = "feature of the mirrored image added" if cfg.TEST.FLIP.ENABLED else "no mirrored images"
         return f"ten-fold verification; squared Euclidean distance of normalized features; {mirrored}"

@@ -1,11 +1,9 @@
 """IResNet, the residual network of face recognition (Deng et al. 2019, arXiv:1801.07698)."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.build import variants
@@ -135,7 +133,7 @@ class IResNet(nn.Module):
 
 @BACKBONE_REGISTRY.register()
 @variants(BLOCKS, options=("WITH_SE",))
-def build_iresnet_backbone(cfg: Any) -> IResNet:
+def build_iresnet_backbone(cfg: CfgNode) -> IResNet:
     """Build the IResNet configured in ``MODEL.BACKBONE``; load ``PRETRAIN_PATH`` if ``PRETRAIN`` is True.
 
     Raises:
@@ -154,6 +152,6 @@ def build_iresnet_backbone(cfg: Any) -> IResNet:
 
 
 @BACKBONE_REGISTRY.register()
-def build_resnetIR_backbone(cfg: Any) -> IResNet:
+def build_resnetIR_backbone(cfg: CfgNode) -> IResNet:
     """Build the network that FastReID's ``r101_ir.yml`` names, which its code no longer contains: IResNet with SE."""
     return build_iresnet_backbone(cfg)

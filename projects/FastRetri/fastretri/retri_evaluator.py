@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.evaluation import EVALUATOR_REGISTRY, Protocol, ReidEvaluator
 from fastamp.evaluation.protocol import recall_name
@@ -30,12 +30,12 @@ class RetriEvaluator(ReidEvaluator):
 
     test_sets: ClassVar[tuple[str, ...]] = ("CUB", "CUB200", "Cars196", "SOP", "InShop", "DemoRetri")
 
-    def __init__(self, cfg: Any, num_query: int, output_dir: str | None = None, **options: Any) -> None:
+    def __init__(self, cfg: CfgNode, num_query: int, output_dir: str | None = None, **options: Any) -> None:
         super().__init__(retrieval_config(cfg), num_query, output_dir, **options)
         self.first = recall_name(cfg.TEST.RECALLS[0])
 
     @classmethod
-    def describe_protocol(cls, cfg: Any) -> str:
+    def describe_protocol(cls, cfg: CfgNode) -> str:
         """Describe the evaluation in one line."""
         return Protocol.from_config(retrieval_config(cfg)).describe()
 
@@ -45,7 +45,7 @@ class RetriEvaluator(ReidEvaluator):
         return metrics if metrics is None else metrics | {"metric": metrics[self.first]}
 
 
-def retrieval_config(cfg: Any) -> Any:
+def retrieval_config(cfg: CfgNode) -> Any:
     """Return the config with the ranks and the protocol of ``RetriEvaluator``.
 
     Raises:

@@ -7,9 +7,9 @@ identities. Queries have camera 0, the gallery camera 1, because the cameras are
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, as_number
 from fastamp.data.datasets.demo import Demo
 from fastamp.data.datasets.file_utils import check_first_image, check_tree, list_files, read_lines
@@ -109,7 +109,7 @@ class NaicDataset(ImageDataset):
         super().__init__(self._train, lambda: self._read("query", 0), lambda: self._read("gallery", 1))
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "NaicDataset":
+    def from_config(cls, cfg: CfgNode, root: str) -> "NaicDataset":
         """Build the dataset; ``DATASETS.RM_LT`` excludes the long tail."""
         return cls(root=root, remove_tail=cfg.DATASETS.RM_LT)
 
@@ -236,7 +236,7 @@ class DemoNAIC(ImageDataset):
         )
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "DemoNAIC":
+    def from_config(cls, cfg: CfgNode, root: str) -> "DemoNAIC":
         """Build the dataset; ``DATASETS.RM_LT`` excludes the long tail."""
         return cls(root, remove_tail=cfg.DATASETS.RM_LT)
 

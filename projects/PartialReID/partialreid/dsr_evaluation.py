@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.evaluation import EVALUATOR_REGISTRY, Identities, Protocol, ReidEvaluator, compute_metrics
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances
 from fastamp.utils import comm
@@ -216,7 +216,7 @@ class DsrEvaluator(ReidEvaluator):
         rates: Rank-1 in percent for each weight in ``WEIGHTS``, of the last evaluation.
     """
 
-    def __init__(self, cfg: Any, num_query: int, output_dir: str | None = None, **options: Any) -> None:
+    def __init__(self, cfg: CfgNode, num_query: int, output_dir: str | None = None, **options: Any) -> None:
         self.dsr = cfg.TEST.DSR
         if self.dsr.ENABLED:
             rule = cfg.TEST.PROTOCOL

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.catalog import DukeMTMC, OccludedDuke
 from fastamp.data.datasets.demo import Demo
@@ -63,7 +63,7 @@ class _PartialDataset(FilenameDataset):
         self._by_split = camera == "split"
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "_PartialDataset":
+    def from_config(cls, cfg: CfgNode, root: str) -> "_PartialDataset":
         """Build the dataset with the cameras of ``DATASETS.PARTIAL.CAMERA``."""
         return cls(root=root, camera=cfg.DATASETS.PARTIAL.CAMERA)
 
@@ -144,7 +144,7 @@ class _ChangedQueries(Demo):
         self._seed = seed
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "_ChangedQueries":
+    def from_config(cls, cfg: CfgNode, root: str) -> "_ChangedQueries":
         """Build the dataset with the seed ``DATASETS.PARTIAL.SEED``."""
         return cls(root=root, seed=cfg.DATASETS.PARTIAL.SEED)
 
@@ -206,7 +206,7 @@ class _HeldOut(ImageDataset):
         return cut_parts(items, self._seed)
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "_HeldOut":
+    def from_config(cls, cfg: CfgNode, root: str) -> "_HeldOut":
         """Build the dataset from the config section ``DATASETS.PARTIAL``."""
         whole = cls.whole.from_config(cfg, root)
         return cls(whole, fraction=cfg.DATASETS.PARTIAL.HELD_OUT, seed=cfg.DATASETS.PARTIAL.SEED)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.modeling.losses import LOSS_REGISTRY
 from unsupervised.memory import MemoryLoss, compute_centroids
 
@@ -67,7 +67,7 @@ class CameraProxyLoss(MemoryLoss):
         self.register_buffer("inter_weight", torch.tensor(float(weight)), persistent=False)
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "CameraProxyLoss":
+    def from_config(cls, cfg: CfgNode) -> "CameraProxyLoss":
         """Build the loss from ``UNSUPERVISED``."""
         keys = cfg.UNSUPERVISED
         inter = keys.INTER_CAMERA

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.modeling.losses import LOSS_REGISTRY
 from unsupervised.memory import MemoryLoss, compute_centroids, update_mean
 
@@ -52,7 +52,7 @@ class ClusterContrastLoss(MemoryLoss):
         self.update = update
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "ClusterContrastLoss":
+    def from_config(cls, cfg: CfgNode) -> "ClusterContrastLoss":
         """Build the loss from ``UNSUPERVISED``."""
         keys = cfg.UNSUPERVISED
         return cls(temperature=keys.TEMPERATURE, momentum=keys.MOMENTUM, update=keys.UPDATE)

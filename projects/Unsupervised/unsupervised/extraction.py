@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from fastamp.amp import PrecisionPolicy
+from fastamp.config import CfgNode
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
 from fastamp.evaluation import DatasetEvaluator, inference_on_dataset
@@ -60,7 +61,7 @@ class FeatureExtraction:
         device: device of the model.
     """
 
-    def __init__(self, cfg: Any, dataset: ReidDataset, device: torch.device) -> None:
+    def __init__(self, cfg: CfgNode, dataset: ReidDataset, device: torch.device) -> None:
         self._loader = build_unaugmented_loader(cfg, dataset, device)
 
     def __call__(self, model: Any, policy: PrecisionPolicy, *, baselines: bool = False) -> list[torch.Tensor]:

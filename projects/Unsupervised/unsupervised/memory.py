@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 
@@ -106,7 +106,7 @@ class MemoryLoss(nn.Module):
         self.register_buffer("labeled", torch.tensor(0), persistent=False)
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "MemoryLoss":
+    def from_config(cls, cfg: CfgNode) -> "MemoryLoss":
         """Build the loss from ``UNSUPERVISED``."""
         return cls(temperature=cfg.UNSUPERVISED.TEMPERATURE, momentum=cfg.UNSUPERVISED.MOMENTUM)
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.dataset import ReidDataset
 from fastamp.evaluation.clustering import (
     OUTLIER,
@@ -92,7 +91,7 @@ class PseudoLabels:
         self._num_known = len(np.unique(identities[labeled]))
 
     @classmethod
-    def from_config(cls, cfg: Any, dataset: ReidDataset, labeled: np.ndarray) -> "PseudoLabels":
+    def from_config(cls, cfg: CfgNode, dataset: ReidDataset, labeled: np.ndarray) -> "PseudoLabels":
         """Build it from ``UNSUPERVISED``.
 
         Raises:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.samplers import SAMPLER_REGISTRY, EpochSampler, batch_size_per_rank, generator
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.plural import plural
@@ -100,7 +100,7 @@ class ClusterSampler(EpochSampler):
 
     @classmethod
     def from_config(
-        cls, cfg: Any, *, camids: Sequence[int], sets: Sequence[int], world_size: int, **unused: Any
+        cls, cfg: CfgNode, *, camids: Sequence[int], sets: Sequence[int], world_size: int, **unused: Any
     ) -> "ClusterSampler":
         """Build the sampler from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE, UNSUPERVISED and SEED.
 

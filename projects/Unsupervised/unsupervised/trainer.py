@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.config import Key
+from fastamp.config import CfgNode, Key
 from fastamp.data.dataset import ReidDataset
 from fastamp.engine.hooks import HookBase, Priority
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
@@ -86,7 +86,7 @@ class ClusterTrainer(AMPTrainer):
 
     @classmethod
     def from_config(
-        cls, cfg: Any, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: list[Optimizer]
+        cls, cfg: CfgNode, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: list[Optimizer]
     ) -> "ClusterTrainer":
         """Build the trainer.
 
@@ -125,7 +125,7 @@ class ClusterTrainer(AMPTrainer):
         return trainer
 
     @classmethod
-    def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
+    def build_policy(cls, cfg: CfgNode, device: torch.device) -> PrecisionPolicy:
         """Build the precision policy from ``SOLVER.AMP``; float32 if it is not enabled."""
         enabled = cfg.SOLVER.AMP.ENABLED
         return PrecisionPolicy.from_config(cfg, device) if enabled else PrecisionPolicy.float32(cfg, device)

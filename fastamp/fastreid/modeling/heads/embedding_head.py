@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from fastamp.config import CfgNode
 from fastamp.fastreid.config import configurable
 from fastamp.fastreid.layers import any_softmax, weights_init_kaiming
 from fastamp.modeling.heads import embedding_head
@@ -38,7 +39,7 @@ class EmbeddingHead(embedding_head.EmbeddingHead):
         nn.init.normal_(self.weight, std=0.01)
 
     @classmethod
-    def from_config(cls, cfg: Any) -> dict[str, Any]:
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the constructor arguments configured in ``MODEL.HEADS``, under FastReID's names."""
         names = {name: old for old, name in _ARGUMENTS.items()}
         return {names.get(name, name): value for name, value in super().from_config(cfg).items()}

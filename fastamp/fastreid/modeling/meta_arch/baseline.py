@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.config import CfgNode
 from fastamp.fastreid.config import configurable
 from fastamp.modeling.losses.build import LOSS_REGISTRY
 from fastamp.modeling.losses.compute import Losses, Outputs, with_columns
@@ -77,7 +78,7 @@ class Baseline(baseline.Baseline):
         self.loss_kwargs = loss_kwargs
 
     @classmethod
-    def from_config(cls, cfg: Any) -> dict[str, Any]:
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the constructor arguments configured in ``MODEL``.
 
         If the configured model has a method ``losses`` of its own, it may compute losses that are not registered.
@@ -111,7 +112,7 @@ class Baseline(baseline.Baseline):
         return self._modules["losses"](outputs, gt_labels)
 
 
-def with_known_losses(cfg: Any) -> Any:
+def with_known_losses(cfg: CfgNode) -> Any:
     """Return a config without the losses that only a method ``losses`` of the configured model knows."""
     if not _has_own_losses(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)):
         return cfg

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.config import CfgNode
 from fastamp.fastreid.modeling.meta_arch.baseline import Baseline, LossArguments
 from fastamp.fastreid.modeling.meta_arch.distiller import Distiller
 from fastamp.fastreid.modeling.meta_arch.mgn import MGN
@@ -18,12 +19,12 @@ __all__ = ["META_ARCH_REGISTRY", "build_model"]
 _CLASSES = {kind.__name__: kind for kind in (Baseline, Distiller, MGN, MoCo)}
 
 
-def build_model(cfg: Any) -> nn.Module:
+def build_model(cfg: CfgNode) -> nn.Module:
     """Build the configured model; see ``fastamp.modeling.build_model`` and ``adapt``."""
     return adapt(build.build_model(cfg), cfg)
 
 
-def adapt(model: nn.Module, cfg: Any) -> nn.Module:
+def adapt(model: nn.Module, cfg: CfgNode) -> nn.Module:
     """Give a model of fastamp the methods of its class in this package, and another model images in float32.
 
     FastReID's loaders return float32 images, which a model may normalize in place; those of fastamp return uint8.

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from fastamp.config import CfgNode
 from fastamp.fastreid.config import configurable
 from fastamp.fastreid.modeling.meta_arch.baseline import LossArguments, with_known_losses
 from fastamp.modeling.losses.compute import Outputs
@@ -29,7 +30,7 @@ class MGN(mgn.MGN):
         self.loss_kwargs = loss_kwargs
 
     @classmethod
-    def from_config(cls, cfg: Any) -> dict[str, Any]:
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the constructor arguments configured in ``MODEL``; see ``Baseline.from_config``."""
         arguments = super().from_config(with_known_losses(cfg))
         return arguments | {"loss_kwargs": LossArguments(cfg.MODEL.LOSSES.NAME, arguments["losses"])}
