@@ -13,7 +13,7 @@ import torch
 import train_net
 
 from fastamp.amp import OptimizationStep, PrecisionPolicy
-from fastamp.config import get_cfg, read_config
+from fastamp.config import get_cfg
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
 from fastamp.modeling.backbones import swin, vit
@@ -46,7 +46,9 @@ COPIES = [
 
 
 def load(path):
-    return read_config(path)
+    cfg = get_cfg()
+    cfg.merge_from_file(path)
+    return cfg
 
 
 def test_recipes_for_different_datasets_differ_only_in_dataset_and_output_keys(subtests):
