@@ -461,6 +461,22 @@ def test_gradients_of_an_own_step_are_averaged_over_the_ranks(monkeypatch):
     layer.weight.grad = torch.ones(1, 1)
     average_gradients(torch.optim.SGD(layer.parameters(), lr=1.0), (), {})
     assert layer.weight.grad.item() == 2 and layer.bias.grad is None
+    monkeypatch.setattr(comm, "all_reduce_max", torch.ones_like)  # the second rank also has a gradient of the bias
+    average_gradients(torch.optim.SGD(layer.parameters(), lr=1.0), (), {})
+    assert layer.weight.grad.item() == 2.5 and layer.bias.grad.item() == 1.5
+
+
+def test_all_optimizers_of_an_own_loop_are_stored_in_checkpoints(cfg):
+    class TwoOptimizers(AssembledTrainer):
+        def build_optimizer(self, cfg, model):
+            weights, others = list(model.heads.parameters()), list(model.backbone.parameters())
+            return [torch.optim.SGD(weights, lr=0.1), torch.optim.SGD(others, lr=0.1)], None
+
+        def build_lr_scheduler(self, cfg, optimizer, iters_per_epoch):
+            return build_lr_scheduler(cfg, optimizer[0] if isinstance(optimizer, list) else optimizer, iters_per_epoch)
+
+    trainer = TwoOptimizers(cfg)
+    assert {"optimizer", "optimizer1"} <= trainer.checkpoint_parts().keys() and len(trainer.optimizers) == 2
 
 
 def test_own_step_of_the_default_trainer_has_a_loss_scaler(cfg):

@@ -120,7 +120,9 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
         given = {
             "build_train_loader": lambda cfg: loader,
             "build_model": lambda cfg: model,
-            "build_optimizers": lambda: {"optimizer": optimizers[0]},
+            "build_optimizers": lambda: {
+                f"optimizer{number or ''}": optimizer for number, optimizer in enumerate(optimizers)
+            },
             "build_trainer": build_trainer,
         }
         if "trainer" not in vars(self):
@@ -301,10 +303,22 @@ class _BestMetric(BestMetric):
 
 
 def average_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Average the gradients over the ranks, for an own step, whose model is not in DistributedDataParallel."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if parameter.grad is not None:
-            parameter.grad.copy_(comm.all_reduce_sum(parameter.grad) / comm.get_world_size())
+    """Average the gradients over the ranks, for an own step, whose model is not in DistributedDataParallel.
+
+    A gradient that only some ranks have counts as 0 on the others. Every rank must call ``optimizer.step``.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.float32)
+    present = comm.all_reduce_max(present.to(parameters[0].device)).tolist()
+    used = [parameter for parameter, anywhere in zip(parameters, present, strict=True) if anywhere]
+    if not used:
+        return
+    for parameter in used:
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gradients = [parameter.grad for parameter in used]
+    total = comm.all_reduce_sum(torch.cat([gradient.flatten() for gradient in gradients])) / comm.get_world_size()
+    for gradient, mean in zip(gradients, total.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
 
 
 class _Loop(StepMethods):
