@@ -1,6 +1,6 @@
 """FastReID's Python API on top of fastamp: ``import fastamp.fastreid as fastreid``.
 
-Modules with code of their own are files of this package. The others have the names of a module of fastamp; they are
+Modules that differ from fastamp's are files of this package. The others have the names of a module of fastamp; they are
 imported on first access.
 """
 

@@ -66,7 +66,7 @@ class Attributes(EmbeddingHead):
 
 
 class AttributeModel(Baseline):
-    """Model with an own loss on labels (B, A)."""
+    """Model with a custom loss on labels (B, A)."""
 
     def losses(self, outputs, gt_labels):
         return {"loss_bce": F.binary_cross_entropy_with_logits(outputs["cls_outputs"], gt_labels)}

@@ -210,7 +210,7 @@ class SuperStepTrainer(DefaultTrainer):
 
 
 class OwnStepTrainer(DefaultTrainer):
-    """Trainer with a step of its own, as written in FastReID's ``SimpleTrainer``."""
+    """Trainer with a custom step, written as in FastReID's ``SimpleTrainer``."""
 
     def run_step(self):
         self.own_steps = getattr(self, "own_steps", 0) + 1
@@ -390,7 +390,7 @@ class AssembledTrainer(DefaultTrainer):
 
 
 class OwnLoop(AMPTrainer):
-    """Loop with a step of its own."""
+    """Loop with a custom step."""
 
     def run_step(self):
         losses = self.model(next(self._data_loader_iter))

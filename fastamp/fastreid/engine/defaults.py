@@ -248,7 +248,7 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
         loaders = {}
         for name, test in super()._build_test_loaders(cfg).items():
             loader, second = test if isinstance(test, tuple) else (test, 0)
-            loaders[name] = loader, second if isinstance(second, int) else 0  # or labels for an own evaluator
+            loaders[name] = loader, second if isinstance(second, int) else 0  # or labels for a custom evaluator
         return loaders
 
     @classmethod
@@ -303,7 +303,7 @@ class _BestMetric(BestMetric):
 
 
 def average_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Average the gradients over the ranks, for an own step, whose model is not in DistributedDataParallel.
+    """Average the gradients over the ranks, for a custom step, whose model is not in DistributedDataParallel.
 
     A gradient that only some ranks have counts as 0 on the others. Every rank must call ``optimizer.step``.
     """
@@ -350,7 +350,7 @@ class _Loop(StepMethods):
 
     @cached_property
     def grad_scaler(self) -> Any:
-        """PyTorch's loss scaler for an own step."""
+        """PyTorch's loss scaler for a custom step."""
         return getattr(self._loop, "grad_scaler", None) or build_grad_scaler(self._loop.model)
 
 

@@ -120,7 +120,7 @@ class SimpleTrainer(StepMethods, TrainerBase, train_loop.SimpleTrainer):
 
 
 def build_grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
-    """Build PyTorch's loss scaler for an own step; it is disabled on the CPU, as ``torch.cuda.amp.autocast`` is."""
+    """Build PyTorch's loss scaler for a custom step; it is disabled on the CPU, as ``torch.cuda.amp.autocast`` is."""
     device = next(model.parameters()).device.type
     return torch.amp.GradScaler(device, enabled=device == "cuda")
 

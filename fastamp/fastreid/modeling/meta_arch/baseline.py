@@ -81,7 +81,7 @@ class Baseline(baseline.Baseline):
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Return the constructor arguments configured in ``MODEL``.
 
-        If the configured model has a method ``losses`` of its own, it may compute losses that are not registered.
+        If the configured model defines ``losses``, it may compute losses that are not registered.
         """
         arguments = super().from_config(with_known_losses(cfg))
         losses = Losses(arguments.pop("losses"), gather=arguments.pop("gather"))
@@ -93,7 +93,7 @@ class Baseline(baseline.Baseline):
         return super().preprocess_image(batched_inputs if is_batch else {"images": batched_inputs})
 
     def targets(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the targets on the device of the model: class labels, or any tensor for an own method ``losses``."""
+        """Return the targets on the device of the model: class labels, or any tensor for a custom method ``losses``."""
         targets = batch.get("targets")
         if not isinstance(targets, torch.Tensor) or not _has_own_losses(type(self)):
             return super().targets(batch)
