@@ -9,7 +9,8 @@ from fastamp.config import CfgNode
 from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.utils.errors import check_choice
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
-from fastamp.utils.trackers import LOGGER_REGISTRY
+from fastamp.utils.trackers import LOGGER_REGISTRY, Tracker
+from fastamp.utils.trackers.tracker_process import start_tracker
 
 ARTIFACTS = ("report.html", "model_best.pth", "model_final.pth", "config.yaml", "metrics.json", "log.txt")
 # Shown by TensorBoard for each run, also if a run uses their defaults.
@@ -39,9 +40,16 @@ def build_writers(cfg: CfgNode, start_iter: int) -> list[Any]:
     Returns:
         Objects with ``write(iteration, metrics)`` and ``close()``.
     """
-    writers = [JSONWriter(Path(cfg.OUTPUT_DIR) / "metrics.json", start_iter=start_iter)]
-    loggers = [LOGGER_REGISTRY.build(name, cfg, start_iter=start_iter) for name in dict.fromkeys(cfg.LOGGERS)]
-    return [*writers, *(logger for logger in loggers if logger is not None)]
+    writers: list[Any] = [JSONWriter(Path(cfg.OUTPUT_DIR) / "metrics.json", start_iter=start_iter)]
+    for name in dict.fromkeys(cfg.LOGGERS):
+        logger = LOGGER_REGISTRY.get(name)
+        if isinstance(logger, type) and issubclass(logger, Tracker):
+            writer = start_tracker(logger, cfg)
+        else:
+            writer = LOGGER_REGISTRY.build(name, cfg, start_iter=start_iter)
+        if writer is not None:  # the package of the tracker is not installed
+            writers.append(writer)
+    return writers
 
 
 def has_tracker(cfg: CfgNode) -> bool:

@@ -63,13 +63,6 @@ class Tracker:
     install = ""
     fix = "see the log file"
 
-    @classmethod
-    def from_config(cls, cfg: Any, *, start_iter: int = 0) -> Any:
-        """Start the process of the tracker; return a writer, or None with a warning if the package is missing."""
-        from fastamp.utils.trackers.tracker_process import start_tracker  # not imported in the process of the tracker
-
-        return start_tracker(cls, cfg)
-
     def start(self, run: TrackedRun) -> tuple[str, str]:
         """Create or continue a run.
 
