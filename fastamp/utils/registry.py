@@ -1,14 +1,17 @@
 """Registry of components that a config selects by name."""
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.plugins import load_installed_plugins
 
 logger = logging.getLogger(__name__)
+
+Component = TypeVar("Component")
 
 _REGISTRIES: list["Registry"] = []
 
@@ -16,6 +19,20 @@ _REGISTRIES: list["Registry"] = []
 def registered_names() -> dict[str, list[str]]:
     """Return the registered names for each config key that selects a component of a registry."""
     return {key: list(registry) for registry in _REGISTRIES for key in registry.kind.split(" / ")}
+
+
+def adopt(component: Component, contract: type) -> Component:
+    """Give a component the defaults of the optional members of a contract that it lacks, and return it.
+
+    Args:
+        component: class, function or object; one that derives from the contract lacks none.
+        contract: class whose public attributes and class methods are the defaults. Its other methods are
+            not copied.
+    """
+    for name, default in vars(contract).items():
+        if not name.startswith("_") and not inspect.isfunction(default) and not hasattr(component, name):
+            setattr(component, name, getattr(contract, name))
+    return component
 
 
 class DuplicateNameError(ConfigError, KeyError):
@@ -32,6 +49,8 @@ class Registry:
         components: dict that holds the components. Default: a new dict.
         replaces_built_in: whether a component from outside fastamp replaces, with a warning, one of fastamp of the same
             name. Default False: that is an error.
+        contract: class with the optional members of a component and their defaults; a component that lacks one gets it
+            when it is registered, see ``adopt``. Default: none.
 
     A component is a class with a classmethod ``from_config(cfg, **context)``, which returns an object or a dict of the
     constructor's arguments; a class whose attribute ``takes_config`` is True, which is called with the config; or a
@@ -45,8 +64,15 @@ class Registry:
     Components of installed plugins are found, too (``utils/plugins.py``).
     """
 
-    def __init__(self, kind: str, components: dict[str, Any] | None = None, *, replaces_built_in: bool = False) -> None:
-        self.kind, self._replaces_built_in = kind, replaces_built_in
+    def __init__(
+        self,
+        kind: str,
+        components: dict[str, Any] | None = None,
+        *,
+        replaces_built_in: bool = False,
+        contract: type = object,
+    ) -> None:
+        self.kind, self._replaces_built_in, self._contract = kind, replaces_built_in, contract
         self._components = {} if components is None else components
         _REGISTRIES.append(self)
 
@@ -69,7 +95,7 @@ class Registry:
             key = name or component.__name__
             if key in self._components:
                 self._check_replaceable(key, component)
-            self._components[key] = component
+            self._components[key] = adopt(component, self._contract)
             return component
 
         return add

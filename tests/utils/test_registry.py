@@ -104,3 +104,32 @@ def test_built_in_component_of_other_registries_is_not_replaced(tmp_path, monkey
     registry.register()(type("Market", (), {"__module__": "fastamp.modeling"}))
     with pytest.raises(DuplicateNameError):
         registry.register()(module_class(tmp_path, monkeypatch, "mine"))
+
+
+def test_component_without_optional_members_gets_the_defaults_of_the_contract():
+    class Contract:
+        width: int
+        parts = ()
+        note = "default"
+
+        @classmethod
+        def adapt(cls, cfg):
+            return cfg + 1
+
+        def build(self):
+            raise NotImplementedError
+
+    registry = Registry("MODEL.THING", contract=Contract)
+
+    @registry.register()
+    def function():
+        pass
+
+    @registry.register()
+    class Component:
+        note = "its own"
+
+    for component in (function, Component, Component()):
+        assert component.parts == () and component.adapt(1) == 2
+        assert not hasattr(component, "width") and not hasattr(component, "build")
+    assert function.note == "default" and Component.note == "its own"
