@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import NoReturn, TextIO
 
 from fastamp.utils.color import color_help, color_message, has_color, paint
+from fastamp.utils.command_line import run_command_line
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError, did_you_mean
 from fastamp.utils.files import ignore_closed_stdout
 
@@ -134,10 +135,6 @@ def run_command(command: str, argv: Sequence[str] | None = None, *, program: str
     parser = command_parser(command, program)
     with ignore_closed_stdout():  # of the help
         args = parse_arguments(parser, sys.argv[1:] if argv is None else argv)
-    if not getattr(module, "NEEDS_TORCH", True):
-        return module.run(args)
-    from fastamp.engine import run_command_line  # imports PyTorch, which --help does not need
-
     codes = [0]
     return run_command_line(lambda: codes.append(module.run(args))) or codes[-1]
 

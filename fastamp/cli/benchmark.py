@@ -16,8 +16,6 @@ from pathlib import Path
 from fastamp.utils.errors import check_choice
 from fastamp.utils.resources import resource_folder
 
-NEEDS_TORCH = False
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""

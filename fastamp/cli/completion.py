@@ -7,7 +7,6 @@ examples:
 
 import argparse
 
-NEEDS_TORCH = False
 _SCRIPT = """# Completion of fastamp for bash and zsh: eval "$(fastamp completion)"
 [ -n "$ZSH_VERSION" ] && autoload -U +X compinit bashcompinit && compinit -u && bashcompinit
 _fastamp_flags() {

@@ -32,7 +32,6 @@ from fastamp.config.releases import NO_COUNTERPART
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
 
-NEEDS_TORCH = False
 _SOURCE = "recipe, YAML file, checkpoint or run folder"
 
 

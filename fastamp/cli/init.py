@@ -20,8 +20,6 @@ from fastamp.config.schema import HEADER, SCHEMA_FILE, build_schema
 from fastamp.utils.errors import ConfigError, did_you_mean, writing
 from fastamp.utils.resources import resource_folder
 
-NEEDS_TORCH = False
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""

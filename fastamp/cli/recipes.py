@@ -15,7 +15,6 @@ from fastamp.config.schema import HEADER
 from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.resources import resource_folder
 
-NEEDS_TORCH = False
 _QUOTES = "\"'"
 
 

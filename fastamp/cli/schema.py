@@ -17,8 +17,6 @@ from fastamp.cli.options import add_plugin_argument
 from fastamp.config import read_config
 from fastamp.config.schema import build_schema
 
-NEEDS_TORCH = False
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""

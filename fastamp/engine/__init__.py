@@ -1,13 +1,13 @@
 """Training loop, hooks, default trainer and launcher."""
 
 from fastamp.engine import hooks
-from fastamp.engine.command_line import run_command_line
 from fastamp.engine.defaults import ConfigText, DefaultTrainer
 from fastamp.engine.hooks import Priority
 from fastamp.engine.launch import launch
 from fastamp.engine.setup import default_setup
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer, HookBase, SimpleTrainer, TrainerBase
 from fastamp.utils.arguments import default_argument_parser
+from fastamp.utils.command_line import run_command_line
 
 __all__ = [
     "TRAINER_REGISTRY",

@@ -13,13 +13,14 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 
 from fastamp.utils import comm
+from fastamp.utils.command_line import Outcome
 from fastamp.utils.signals import set_handler
 
 GRACE_SECONDS = 2.0
@@ -27,25 +28,6 @@ GRACE_SECONDS = 2.0
 _CONNECT_SECONDS = 60.0
 _HANDSHAKE_SECONDS = 5.0
 _LONGEST_MESSAGE = 2**20
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Exit status of a process.
-
-    Attributes:
-        code: exit code.
-        message: message for stderr. Empty if there is nothing to print.
-        rank: rank of the process.
-        kind: ``"cause"`` if the process itself failed, ``"consequence"`` if the process failed because another process
-            ended, ``"timeout"`` if the process waited too long for another process, ``"lost"`` if the process ended
-            without reporting an outcome or did not respond.
-    """
-
-    code: int
-    message: str = ""
-    rank: int = 0
-    kind: Literal["cause", "consequence", "timeout", "lost"] = "cause"
 
 
 def select_causes(outcomes: Iterable[Outcome]) -> list[Outcome]:

@@ -30,17 +30,16 @@ import torch.distributed as dist
 
 from fastamp.config import read_config
 from fastamp.engine import torchrun
-from fastamp.engine.command_line import print_exit_message, run_and_capture
 from fastamp.engine.failure_monitor import (
     GRACE_SECONDS,
     FailureMonitor,
-    Outcome,
     connect,
     is_consequence,
     is_timeout,
     select_causes,
 )
 from fastamp.utils import comm
+from fastamp.utils.command_line import Outcome, print_exit_message, run_and_capture
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError, UserError
 from fastamp.utils.signals import handling, set_handler

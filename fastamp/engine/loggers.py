@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastamp.config import CfgNode
-from fastamp.engine.command_line import TrainingInterrupted
+from fastamp.utils.command_line import TrainingInterrupted
 from fastamp.utils.errors import check_choice
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
 from fastamp.utils.trackers import LOGGER_REGISTRY, Tracker

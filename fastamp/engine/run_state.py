@@ -11,9 +11,9 @@ from torch import nn
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode, describe_changes
-from fastamp.engine.command_line import resume_command
 from fastamp.layers import PartialFC
 from fastamp.utils import comm
+from fastamp.utils.command_line import resume_command
 from fastamp.utils.errors import WeightsError
 
 if TYPE_CHECKING:

@@ -41,8 +41,8 @@ from fastamp.data.build import build_dataset
 from fastamp.data.datasets.base import ImageItem
 from fastamp.diagnostics.config_check import check_config
 from fastamp.engine import DefaultTrainer
-from fastamp.engine.command_line import TrainingInterrupted, print_exit_message, run_and_capture
 from fastamp.engine.loggers import check_loggers, has_tracker
+from fastamp.utils.command_line import TrainingInterrupted, print_exit_message, run_and_capture
 from fastamp.utils.errors import ConfigError, DataError, writing
 from fastamp.utils.files import ignore_closed_stdout, real_path
 from fastamp.utils.logger import setup_logger

@@ -9,8 +9,8 @@ import train_net
 from torch import nn
 
 from fastamp.engine import DefaultTrainer, HookBase
-from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.modeling import BACKBONE_REGISTRY
+from fastamp.utils.command_line import TrainingInterrupted
 
 
 class Times(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 from fastamp.cli import COMMANDS, command_module, main
-from fastamp.engine.command_line import resume_command
+from fastamp.utils.command_line import resume_command
 
 ROOT = Path(__file__).parents[2]
 WITH_MODULE = [command for command in COMMANDS if command not in ("help", "version")]

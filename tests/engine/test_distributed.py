@@ -15,8 +15,8 @@ import torch
 
 from fastamp.diagnostics.crash import CrashDump
 from fastamp.engine import launch
-from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.utils import comm
+from fastamp.utils.command_line import TrainingInterrupted
 from fastamp.utils.errors import ConfigError
 
 pytestmark = pytest.mark.integration

@@ -13,9 +13,10 @@ import preloaded
 import pytest
 import torch.distributed as dist
 
-from fastamp.engine.failure_monitor import Outcome, is_consequence, is_timeout, select_causes
+from fastamp.engine.failure_monitor import is_consequence, is_timeout, select_causes
 from fastamp.engine.launch import _READY, _worker
 from fastamp.engine.torchrun import count_store_connections
+from fastamp.utils.command_line import Outcome
 
 SCRIPT = str(Path(__file__).parents[1] / "helpers/failing_launch.py")
 DIED = "the process of rank 1 exited without"

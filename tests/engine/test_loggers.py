@@ -18,8 +18,8 @@ from file_tracker import read_calls
 from fastamp.cli import main
 from fastamp.config import get_cfg
 from fastamp.engine import DefaultTrainer, HookBase
-from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.loggers import check_loggers, in_group, without_trackers
+from fastamp.utils.command_line import TrainingInterrupted
 from fastamp.utils.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.integration

@@ -16,7 +16,7 @@ import tiny
 import torch
 
 from fastamp.engine import DefaultTrainer, HookBase
-from fastamp.engine.command_line import TrainingInterrupted
+from fastamp.utils.command_line import TrainingInterrupted
 from fastamp.utils.errors import DataError
 
 HELPERS = Path(__file__).parents[1] / "helpers"

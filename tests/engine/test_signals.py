@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fastamp.engine import torchrun
-from fastamp.engine.command_line import resume_command
 from fastamp.engine.hooks import StopOnSignal
+from fastamp.utils.command_line import resume_command
 
 
 @pytest.mark.parametrize("number", StopOnSignal.SIGNALS)

@@ -22,9 +22,9 @@ from loops import make_batch, make_net, make_trainer, sgd
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.engine import HookBase
-from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.hooks import PeriodicCheckpointer, StopOnSignal
 from fastamp.utils import comm
+from fastamp.utils.command_line import TrainingInterrupted
 
 EPOCH = 5
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier", "reduce", "all_gather_into_tensor")

@@ -9,10 +9,10 @@ import torch
 from timm.optim import Lamb
 
 from fastamp.engine import DefaultTrainer, HookBase
-from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.solver import OptimizerState
 from fastamp.solver.build import optimizer_names
 from fastamp.solver.state_layout import expected_state
+from fastamp.utils.command_line import TrainingInterrupted
 
 
 def stepped(optimizer, **options):

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from types import FrameType
 
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.hooks.base import HookBase, Priority
 from fastamp.utils import comm
+from fastamp.utils.command_line import TrainingInterrupted
 from fastamp.utils.signals import STOP_SIGNALS, handling, set_handler
 
 logger = logging.getLogger(__name__)

@@ -18,12 +18,12 @@ from fastamp.config import CfgNode, Key
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
-from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.hooks import HookBase, LRScheduler, Priority, StopOnSignal
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
 from fastamp.solver.lr_schedule import EpochCosineSchedule
 from fastamp.solver.state import OptimizerState
 from fastamp.utils import comm
+from fastamp.utils.command_line import TrainingInterrupted
 from fastamp.utils.errors import ConfigError, WeightsError
 from fastamp.utils.plural import plural
 

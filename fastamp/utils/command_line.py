@@ -6,10 +6,10 @@ import resource
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from fastamp.engine.failure_monitor import Outcome
 from fastamp.utils.color import color_message
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError
 from fastamp.utils.files import discard_stdout, stdout_has_no_reader
@@ -17,6 +17,25 @@ from fastamp.utils.lock import unlock_all
 from fastamp.utils.terminal_text import sanitize_terminal_text
 
 _RENDEZVOUS_PORT = 29400  # torchrun's own choice
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit status of a process.
+
+    Attributes:
+        code: exit code.
+        message: message for stderr. Empty if there is nothing to print.
+        rank: rank of the process.
+        kind: ``"cause"`` if the process itself failed, ``"consequence"`` if the process failed because another process
+            ended, ``"timeout"`` if the process waited too long for another process, ``"lost"`` if the process ended
+            without reporting an outcome or did not respond.
+    """
+
+    code: int
+    message: str = ""
+    rank: int = 0
+    kind: Literal["cause", "consequence", "timeout", "lost"] = "cause"
 
 
 class TrainingInterrupted(Exception):
