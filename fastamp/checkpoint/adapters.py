@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import examples, load_model_state
 from fastamp.checkpoint.safetensors_file import checksum
 from fastamp.checkpoint.shards import full_state_form
@@ -98,7 +97,7 @@ def load_adapters(
     load_model_state(
         model,
         state_dict_in(teacher_in(of_base), base),
-        config=stored_config(of_base),
+        content=of_base,
         source=f"{base} and {source}",
         min_match=min_match,
         fit=lambda converted: base_tensors(converted) | adapters,

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.adapters import ADAPTERS_OF, load_adapters
-from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import examples, is_weight, load_model_state
 from fastamp.checkpoint.shards import full_state_dict, full_state_form, load_full_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, teacher_in, write_checkpoint
@@ -23,6 +22,39 @@ logger = logging.getLogger(__name__)
 
 STRIPPED = "stripped"
 """Key of the entry that marks a checkpoint without training state; see ``fastamp.checkpoint.strip``."""
+
+
+def load_weights(
+    model: nn.Module,
+    content: Any,
+    path: str | os.PathLike[str],
+    *,
+    min_match: float,
+    allow_missing: bool,
+    base: str | os.PathLike[str],
+) -> dict[str, Any]:
+    """Load the model weights of a checkpoint or weights file.
+
+    Args:
+        model: model to load into.
+        content: content of the file; of a checkpoint of DINO, the teacher is loaded. LoRA adapters are loaded on top of
+            ``base``.
+        path: the file, for messages.
+        min_match, allow_missing, base: see ``Checkpointer``.
+
+    Returns:
+        The remaining entries of the file, without the weights; empty for a bare state dict.
+
+    Raises:
+        WeightsError: see ``state_dict_in``, ``load_model_state`` and ``load_adapters``.
+    """
+    state = state_dict_in(teacher_in(content), path)
+    if ADAPTERS_OF in content:
+        load_adapters(model, content, source=path, base=base, min_match=min_match)
+    else:
+        options = {"min_match": min_match, "allow_missing": allow_missing}
+        load_model_state(model, state, source=str(path), content=content, **options)
+    return {key: value for key, value in content.items() if key != "model"} if "model" in content else {}
 
 
 class Checkpointer:
@@ -170,29 +202,16 @@ class Checkpointer:
         """Load only the model weights from a file.
 
         Args:
-            path: checkpoint or weights file; of a checkpoint of DINO, the teacher is loaded. A file of LoRA adapters is
-                loaded on top of ``base``.
+            path: checkpoint or weights file.
 
         Returns:
-            The remaining entries of the file, without the weights; empty for a bare state dict.
+            The remaining entries of the file; see ``load_weights``.
 
         Raises:
-            WeightsError: see ``read_checkpoint``, ``state_dict_in``, ``load_model_state`` and ``load_adapters``.
+            WeightsError: see ``read_checkpoint`` and ``load_weights``.
         """
-        content = read_checkpoint(path)
-        state = state_dict_in(teacher_in(content), path)
-        if isinstance(content, dict) and ADAPTERS_OF in content:
-            load_adapters(self.model, content, source=path, base=self.base, min_match=self.min_match)
-        else:
-            load_model_state(
-                self.model,
-                state,
-                source=str(path),
-                min_match=self.min_match,
-                config=stored_config(content),
-                allow_missing=self.allow_missing,
-            )
-        return {key: value for key, value in content.items() if key != "model"} if "model" in content else {}
+        options = {"min_match": self.min_match, "allow_missing": self.allow_missing, "base": self.base}
+        return load_weights(self.model, read_checkpoint(path), path, **options)
 
     def resume(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Restore the model and all checkpointables, so that the run continues as if it had not been interrupted.

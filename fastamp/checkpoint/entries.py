@@ -1,38 +1,39 @@
 """Config entry of a checkpoint, and errors for missing or damaged entries."""
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fastamp.checkpoint.safetensors_file import WEIGHTS_NAME
-from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode
 from fastamp.utils.errors import UserError, WeightsError
 
 
-def merge_from_checkpoint(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> None:
+def merge_from_checkpoint(cfg: CfgNode, content: Any, checkpoint: str | os.PathLike[str]) -> None:
     """Merge the config stored in a checkpoint into ``cfg``.
 
     Raises:
-        WeightsError: if the file cannot be read, contains no config, or contains a config that is invalid in this
-            version.
+        WeightsError: if the checkpoint contains no config, or one that is invalid in this version.
     """
-    if not merge_if_config(cfg, checkpoint):
+    if not merge_if_config(cfg, content, checkpoint):
         raise no_config_error(checkpoint)
 
 
-def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
+def merge_if_config(cfg: CfgNode, content: Any, checkpoint: str | os.PathLike[str]) -> bool:
     """Merge the config stored in a checkpoint into ``cfg``, if there is one.
+
+    Args:
+        cfg: config, which is not frozen.
+        content: content of the checkpoint.
+        checkpoint: path of the checkpoint, for messages.
 
     Returns:
         True if the checkpoint contains a config.
 
     Raises:
-        WeightsError: if the file cannot be read, or its config is invalid in this version.
+        WeightsError: if the config is invalid in this version.
     """
-    content = read_checkpoint(checkpoint)
     text = content.get("config") if isinstance(content, dict) else None
     if not isinstance(text, str):
         return False
@@ -45,14 +46,6 @@ def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
             "  fix: load the plugin of the run with --plugin, or use the fastamp version that wrote the checkpoint"
         ) from error
     return True
-
-
-def stored_config(content: Any) -> CfgNode | None:
-    """Return the config in the content of a checkpoint, with the keys that it contains; None without a readable one."""
-    text = content.get("config") if isinstance(content, dict) else None
-    with contextlib.suppress(UserError):
-        return CfgNode.load_cfg(text) if isinstance(text, str) else None
-    return None
 
 
 def no_config_error(checkpoint: str | os.PathLike[str]) -> WeightsError:

@@ -1,13 +1,11 @@
 """Load the weights that the config selects for evaluation: the model's weights or their average."""
 
 import logging
-import os
 from typing import Any
 
 from torch import nn
 
-from fastamp.checkpoint.checkpointer import STRIPPED, Checkpointer
-from fastamp.checkpoint.entries import stored_config
+from fastamp.checkpoint.checkpointer import STRIPPED, load_weights
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import state_dict_in
 from fastamp.config import CfgNode
@@ -22,15 +20,15 @@ def evaluated_average(cfg: CfgNode) -> str | None:
     return "swa" if cfg.SOLVER.SWA.ENABLED else None
 
 
-def load_evaluated_weights(model: nn.Module, path: str | os.PathLike[str], *, cfg: CfgNode) -> dict[str, Any]:
-    """Load the weights of a checkpoint for evaluation.
+def load_evaluated_weights(model: nn.Module, content: Any, cfg: CfgNode) -> dict[str, Any]:
+    """Load the weights of ``MODEL.WEIGHTS`` for evaluation.
 
     Args:
         model: model to load the weights into.
-        path: a checkpoint, or a bare state dict.
-        cfg: config; reads ``MODEL.WEIGHTS_MIN_MATCH``, ``MODEL.WEIGHTS_ALLOW_MISSING``, ``MODEL.LORA.BASE`` and the
-            average to load, see ``evaluated_average``. If the file does not contain the average, the weights of the
-            model are loaded.
+        content: content of ``MODEL.WEIGHTS``: a checkpoint, or a bare state dict.
+        cfg: config; reads ``MODEL.WEIGHTS``, ``MODEL.WEIGHTS_MIN_MATCH``, ``MODEL.WEIGHTS_ALLOW_MISSING``,
+            ``MODEL.LORA.BASE`` and the average to load, see ``evaluated_average``. If the file does not contain the
+            average, the weights of the model are loaded.
 
     Returns:
         The remaining entries of the file, without the loaded weights; empty for a bare state dict.
@@ -38,13 +36,15 @@ def load_evaluated_weights(model: nn.Module, path: str | os.PathLike[str], *, cf
     Raises:
         WeightsError: if the weights are missing or damaged, or do not match the model.
     """
-    average = evaluated_average(cfg)
-    extra = Checkpointer(
+    average, path = evaluated_average(cfg), cfg.MODEL.WEIGHTS
+    extra = load_weights(
         model,
+        content,
+        path,
         min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
         allow_missing=cfg.MODEL.WEIGHTS_ALLOW_MISSING,
         base=cfg.MODEL.LORA.BASE,
-    ).load(path)
+    )
     if STRIPPED in extra:
         kind = extra[STRIPPED]
         if kind != (average or "model"):
@@ -69,5 +69,5 @@ def load_evaluated_weights(model: nn.Module, path: str | os.PathLike[str], *, cf
         return extra
     # A model that is built for evaluation only has no classifier: tensors that it lacks are skipped.
     source = f"the {average} in {path}"
-    load_model_state(model, state_dict_in(state, source), source=source, config=stored_config(extra))
+    load_model_state(model, state_dict_in(state, source), source=source, content=extra)
     return extra

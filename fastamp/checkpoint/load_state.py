@@ -1,5 +1,6 @@
 """Load state dicts from any source into a model: convert names, compare tensors, report mismatches."""
 
+import contextlib
 import logging
 import re
 from collections.abc import Callable
@@ -12,8 +13,9 @@ from torch import nn
 
 from fastamp.checkpoint.layouts import block_counts, nearest_layout, transformer_size
 from fastamp.checkpoint.shards import full_state_form, load_full_state
+from fastamp.config import CfgNode
 from fastamp.layers.lora import is_adapter
-from fastamp.utils.errors import WeightsError
+from fastamp.utils.errors import UserError, WeightsError
 from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
@@ -33,12 +35,19 @@ class WeightsOrigin:
     """Facts about a weights file that a part of its state dict does not show.
 
     Attributes:
-        config: config of the training, as far as the file contains one, see ``stored_config``. Default None.
+        text: text of the config of the training; None (default) if the file has none.
         is_reid: the file contains heads or embeddings of a ReID model, not only a pretrained network.
     """
 
-    config: Any = None
+    text: Any = None
     is_reid: bool = False
+
+    @property
+    def config(self) -> CfgNode | None:
+        """Config of the training, with the keys that the text contains; None without a readable one."""
+        with contextlib.suppress(UserError):
+            return CfgNode.load_cfg(self.text) if isinstance(self.text, str) else None
+        return None
 
 
 @dataclass
@@ -124,7 +133,7 @@ def load_model_state(
     min_match: float = MIN_MATCH,
     without: tuple[str, ...] = (),
     fit: Callable[[State], State] | None = None,
-    config: Any = None,
+    content: Any = None,
     allow_missing: bool = True,
 ) -> ImportReport:
     """Convert ``state`` and copy the tensors whose names and shapes match into ``model``.
@@ -137,8 +146,8 @@ def load_model_state(
         min_match: minimum fraction of the backbone's tensors that ``state`` must contain. Default 0.9.
         without: globs of tensor names that ``min_match`` ignores.
         fit: function that transforms the converted state dict before it is compared with the model.
-        config: config of the training that wrote ``state``, see ``stored_config``. Default None: unknown. A module that
-            defines ``set_weights_origin(origin: WeightsOrigin)`` receives it before the conversion.
+        content: content of the file that contains ``state``. Default None: unknown. A module that defines
+            ``set_weights_origin(origin: WeightsOrigin)`` receives it before the conversion.
         allow_missing: let the other tensors of the model keep their initial values; False is an error if they are
             learned and needed in evaluation, i.e. not classifiers, losses or counters. Default True. If ``min_match``
             is below its default, tensors of the backbone may be missing.
@@ -152,7 +161,8 @@ def load_model_state(
             fraction of the backbone is below ``min_match``; or, without ``allow_missing``, if learned tensors are
             missing. The model is left unchanged.
     """
-    origin = WeightsOrigin(config, is_reid=any(_OF_REID.search(key) for key in state))
+    text = content.get("config") if isinstance(content, dict) else None
+    origin = WeightsOrigin(text, is_reid=any(_OF_REID.search(key) for key in state))
     for module in model.modules():
         if hasattr(module, "set_weights_origin"):
             module.set_weights_origin(origin)

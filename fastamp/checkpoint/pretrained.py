@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torchvision.models import get_model_weights
 
-from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.state_dict_conversion import backbone_names
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, teacher_in
@@ -95,7 +94,7 @@ def load_pretrained_backbone(
         source=source,
         backbone_prefix="",
         without=without,
-        config=stored_config(content),
+        content=content,
         fit=lambda converted: _fit_channels(converted, backbone, source),
     )
 

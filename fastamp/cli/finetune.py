@@ -94,11 +94,12 @@ def model_keys(checkpoint: str, plugin: str) -> list[Any]:
     cfg = read_config("", [], plugin=plugin).clone()
     cfg.defrost()
     keys: dict[str, Any]
-    if merge_if_config(cfg, checkpoint):
+    content = read_checkpoint(checkpoint)
+    if merge_if_config(cfg, content, checkpoint):
         keys = {key.path: value for key, value in cfg.keys_below()}
         if cfg.MODEL.META_ARCHITECTURE == "Distiller":  # the file contains the student
             keys["MODEL.META_ARCHITECTURE"] = "Baseline"
     else:
-        keys = dict(infer_config(state_dict_in(read_checkpoint(checkpoint), checkpoint), checkpoint, cfg))
+        keys = dict(infer_config(state_dict_in(content, checkpoint), checkpoint, cfg))
     chosen = {key: value for key, value in keys.items() if key.startswith(_SECTIONS) and key not in _EXCLUDED}
     return [item for pair in chosen.items() for item in pair]

@@ -123,8 +123,9 @@ def config_of(
     cfg.defrost()
     if resolved.kind == CHECKPOINT:
         from fastamp.checkpoint.entries import merge_from_checkpoint
+        from fastamp.checkpoint.weights_file import read_checkpoint
 
-        merge_from_checkpoint(cfg, path)
+        merge_from_checkpoint(cfg, read_checkpoint(path), path)
         return cfg
     cfg.merge_from_file(path)
     if resolved.kind == RUN:
@@ -219,6 +220,7 @@ def evaluation_config(
         WeightsError: if the checkpoint cannot be read or its config is incompatible.
     """
     from fastamp.checkpoint.entries import merge_if_config
+    from fastamp.checkpoint.weights_file import read_checkpoint
     from fastamp.config import read_config
 
     resolved = resolve_source(source) if source else None
@@ -240,7 +242,7 @@ def evaluation_config(
         return given, config_file
     cfg = read_config("", [], plugin=plugin).clone()
     cfg.defrost()
-    if not merge_if_config(cfg, weights):
+    if not merge_if_config(cfg, read_checkpoint(weights), weights):
         not_the_model = {"MODEL.WEIGHTS", "MODEL.DEVICE"}
         if not any(key.startswith("MODEL.") and key not in not_the_model for key in opts[::2]):
             raise ConfigError(

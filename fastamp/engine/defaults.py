@@ -16,6 +16,7 @@ from fastamp.amp.checks import NonFiniteParameters, check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.entries import is_training_recorded
 from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
+from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode, check_is_config
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import with_num_categories, with_num_classes
@@ -589,4 +590,4 @@ class DefaultTrainer:
         """
         cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})  # overwritten below
         model = cls.build_model(cfg)
-        return model, load_evaluated_weights(model, cfg.MODEL.WEIGHTS, cfg=cfg)
+        return model, load_evaluated_weights(model, read_checkpoint(cfg.MODEL.WEIGHTS), cfg)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import classifiers, convert_state_dict, examples, load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, tensors_by_path
 from fastamp.config import CfgNode, read_config
@@ -54,7 +53,7 @@ def import_checkpoint(
             config_file=config_file,
             opts=opts,
             plugin=plugin,
-            stored=stored_config(content),
+            content=content,
         )
     except WeightsError as error:
         hint = "" if prefix else prefix_hint(content, defaults)
@@ -109,11 +108,11 @@ def write_model(
     config_file: str,
     opts: list[str],
     plugin: str,
-    stored: CfgNode | None,
+    content: Any,
 ) -> None:
     """Load ``state`` into the configured or inferred model, print the report, and write ``out``.
 
-    ``stored`` is the config in the file ``source``, if any.
+    ``content`` is the content of the file ``source``.
     """
     if not config_file:
         keys = infer_config(state, source, read_config("", project_pairs(opts), plugin=plugin))
@@ -145,7 +144,7 @@ def write_model(
         state,
         source=source,
         min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
-        config=stored,
+        content=content,
         allow_missing=cfg.MODEL.WEIGHTS_ALLOW_MISSING,
     )
     print(sanitize_terminal_text(str(report)))

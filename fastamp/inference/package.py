@@ -130,7 +130,7 @@ def package(
         raise ConfigError(f"--to {target} already exists.\n  fix: choose a new folder, or delete this one")
     content = without_training_state(read_checkpoint(checkpoint), checkpoint)
     cfg = _default_config(plugin)
-    merge_from_checkpoint(cfg, checkpoint)
+    merge_from_checkpoint(cfg, content, checkpoint)
     if metrics is None:
         evaluation = _recorded_evaluation(content, checkpoint)
     else:

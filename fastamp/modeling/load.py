@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from fastamp.amp import PrecisionPolicy, requested_device, resolve_device
 from fastamp.checkpoint.entries import checkpoint_of, damaged_entry_error, merge_from_checkpoint
 from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
+from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode, read_config
 from fastamp.layers.lora import merge_adapters
 from fastamp.modeling.meta_arch import build_model
@@ -77,13 +79,17 @@ def load_model(
     device = str(device) if isinstance(device, torch.device) else device
     if from_config:
         cfg = _with_options(source, device, opts)
+        if not cfg.MODEL.WEIGHTS:
+            raise ConfigError("MODEL.WEIGHTS is empty.\n  fix: set MODEL.WEIGHTS to the weights file")
+        content = read_checkpoint(cfg.MODEL.WEIGHTS)
     else:
-        cfg = _config_from_checkpoint(source, device or "auto", opts, plugin)
-    if not cfg.MODEL.WEIGHTS:
-        raise ConfigError("MODEL.WEIGHTS is empty.\n  fix: set MODEL.WEIGHTS to the weights file")
+        checkpoint = checkpoint_of(expand(source))
+        content = read_checkpoint(checkpoint)
+        cfg = _config_from_checkpoint(content, checkpoint, device or "auto", opts, plugin)
     resolved = resolve_device(requested_device(cfg))
-    model = build_model(cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False}))  # overwritten by MODEL.WEIGHTS
-    extra = load_evaluated_weights(model, cfg.MODEL.WEIGHTS, cfg=cfg)
+    # MODEL.WEIGHTS overwrites the pretrained weights, and no losses are computed.
+    model = build_model(cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False, "MODEL.LOSSES.NAME": ()}))
+    extra = load_evaluated_weights(model, content, cfg)
     merge_adapters(model)
     stored = _stored_policy(extra, cfg.MODEL.WEIGHTS)
     if stored and not from_config and not _sets_precision(opts):
@@ -106,14 +112,11 @@ def load_model(
     return LoadedModel(model.eval(), policy, cfg, extra)
 
 
-def _config_from_checkpoint(
-    checkpoint: str | os.PathLike[str], device: str, opts: Sequence[str], plugin: str
-) -> CfgNode:
+def _config_from_checkpoint(content: Any, checkpoint: Path, device: str, opts: Sequence[str], plugin: str) -> CfgNode:
     """Read the config from a checkpoint, and adapt the config for inference with the checkpoint's weights."""
-    checkpoint = checkpoint_of(expand(checkpoint))
     cfg = read_config("", (), plugin=plugin).clone()
     cfg.defrost()
-    merge_from_checkpoint(cfg, checkpoint)
+    merge_from_checkpoint(cfg, content, checkpoint)
     cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", "0", "MODEL.COMPILE", "off"])
     cfg.merge_from_list(opts)
     cfg.MODEL.WEIGHTS = str(checkpoint)

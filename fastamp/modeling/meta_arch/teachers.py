@@ -5,7 +5,6 @@ from typing import Any
 from torch import nn
 
 from fastamp.amp import requested_device
-from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
 from fastamp.config import CfgNode, get_cfg
@@ -54,7 +53,7 @@ def _build_teacher(cfg: CfgNode, config_file: str, weights_file: str) -> nn.Modu
     try:
         content = read_checkpoint(weights_file)
         state = state_dict_in(content, weights_file)
-        report = load_model_state(teacher, state, source=weights_file, config=stored_config(content))
+        report = load_model_state(teacher, state, source=weights_file, content=content)
     except WeightsError as error:
         raise WeightsError(f"KD.MODEL_WEIGHTS {weights_file!r}: {error}") from error
     missing = report.missing + report.other_shape
