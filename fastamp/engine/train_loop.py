@@ -80,6 +80,8 @@ class TrainerBase:
         for iteration in range(start_iter, self.max_iter):
             self.move_to(iteration, max_epoch)
             if self.iter == start_iter or self.iter % iters_per_epoch == 0:
+                if self.prepare_epoch():
+                    self.restart_loader()
                 self.call_hooks("before_epoch")
             self.rank_maxima.discard()  # run_step may be overridden and compute no verdict
             with self.step_context():
@@ -87,6 +89,20 @@ class TrainerBase:
             if (self.iter + 1) % iters_per_epoch == 0:
                 self.call_hooks("after_epoch")
         self.call_hooks("after_train")
+
+    def prepare_epoch(self) -> bool:
+        """Prepare the data of the current epoch, e.g. pseudo labels; called before ``before_epoch`` of the hooks.
+
+        It is called again for an epoch in which the run was resumed.
+
+        Returns:
+            True if the batches of the epoch differ from those that workers may have loaded in advance: the loader is
+            then started again, at the batch of the current iteration. Default False.
+        """
+        return False
+
+    def restart_loader(self) -> None:
+        """Start the loader again at the batch of the current iteration. This class has no loader."""
 
     def run_step(self) -> None:
         """Run one iteration."""
@@ -345,6 +361,11 @@ class SimpleTrainer(TrainerBase):
         batch = next(self._batches)
         self._data_seconds += time.perf_counter() - start
         return batch
+
+    def restart_loader(self) -> None:
+        """Start the loader again at the batch of the current iteration, without batches loaded in advance."""
+        self._batches = None
+        self.data_loader.start_at(self.batches_before(self.iter))
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the autocast context of the policy.

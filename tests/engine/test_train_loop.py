@@ -55,6 +55,39 @@ def test_resume_within_an_epoch_calls_before_epoch():
     ]  # fmt: skip
 
 
+class Batches:
+    """Loader of numbered batches, the number of the data and its own, with an iterator that has loaded one more."""
+
+    iters_per_epoch = 3
+
+    def __init__(self):
+        self.data, self.starts = 0, []
+
+    def start_at(self, batch):
+        self.starts.append(batch)
+
+    def __iter__(self):
+        return iter([(self.data, number) for number in range(self.starts[-1], 9)])
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_loader_restarts_after_prepare_epoch_has_changed_the_data(start):
+    class Relabeling(SimpleTrainer):
+        def prepare_epoch(self):
+            assert self.epoch == self.iter // 3
+            self.data_loader.data = self.epoch
+            return self.epoch != 2
+
+        def run_step(self):
+            seen.append(self.next_batch())
+
+    model, seen = nn.Linear(1, 1), []
+    trainer = Relabeling(model, Batches(), [torch.optim.SGD(model.parameters())], policy=FLOAT32)
+    trainer.train(start, 3, 3)
+    assert seen == [(min(number // 3, 1), number) for number in range(start, 9)]
+    assert trainer.data_loader.starts == ([0, 3] if start == 0 else [4])
+
+
 def test_hooks_of_the_same_class_have_separate_states():
     class Stateful(HookBase):
         value = 0

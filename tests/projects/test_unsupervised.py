@@ -296,11 +296,11 @@ def test_first_epochs_cluster_raw_pixels_and_color_histograms(runs):
     torch.testing.assert_close(pixels, raw_pixels(images))
     torch.testing.assert_close(colors, color_histogram(images))
     trainer.move_to(0, 3)
-    trainer.start_epoch()
+    assert trainer.prepare_epoch()
     kinds = [F.normalize(center_cameras(colors, dataset.camids), dim=1) for colors in (pixels, colors)]
     assert (trainer.labels == cluster_features(torch.cat(kinds, dim=1), trainer.pseudo_labels.clustering)).all()
     trainer.move_to(4, 3)
-    trainer.start_epoch()
+    assert trainer.prepare_epoch()
     kind = F.normalize(center_cameras(model, dataset.camids), dim=1)
     assert (trainer.labels == cluster_features(kind, trainer.pseudo_labels.clustering)).all()
 

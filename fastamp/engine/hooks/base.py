@@ -26,6 +26,7 @@ class HookBase:
 
         before_train()
         for each epoch:
+            trainer.prepare_epoch()
             before_epoch()
             for each iteration:
                 before_step()

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fastamp.amp import LossScaler, PrecisionPolicy
-from fastamp.config import CfgNode, get_cfg
+from fastamp.amp import LossScaler
+from fastamp.config import get_cfg
 from fastamp.engine import train_loop
 from fastamp.fastreid.overrides import overrides, warn_of_uncalled_methods
 from fastamp.fastreid.utils.events import RunStorage
@@ -125,7 +125,7 @@ def build_grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(device, enabled=device == "cuda")
 
 
-class AMPTrainer(SimpleTrainer):
+class AMPTrainer(SimpleTrainer, train_loop.AMPTrainer):
     """Trainer in mixed precision with FastReID's arguments; see ``fastamp.engine.AMPTrainer``.
 
     Args:
@@ -151,8 +151,3 @@ class AMPTrainer(SimpleTrainer):
             )
         super().__init__(model, data_loader, optimizer, param_wrapper, **options)
         self.grad_scaler = grad_scaler or build_grad_scaler(self.model)
-
-    @classmethod
-    def build_policy(cls, cfg: CfgNode, device: torch.device) -> PrecisionPolicy:
-        """Build the precision policy from ``SOLVER.AMP``."""
-        return PrecisionPolicy.from_config(cfg, device)

@@ -13,7 +13,7 @@ from torch.optim import Adam, Optimizer
 
 from clipreid.losses import image_text_supcon
 from clipreid.model import CLIPReID
-from fastamp.amp import LossScaler, PrecisionPolicy
+from fastamp.amp import LossScaler
 from fastamp.config import CfgNode, Key
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
@@ -179,12 +179,6 @@ class CLIPReIDTrainer(AMPTrainer):
         assert isinstance(trainer, cls)
         trainer.config = cfg
         return trainer
-
-    @classmethod
-    def build_policy(cls, cfg: CfgNode, device: torch.device) -> PrecisionPolicy:
-        """Build the precision policy from ``SOLVER.AMP``; float32 if it is not enabled."""
-        enabled = cfg.SOLVER.AMP.ENABLED
-        return PrecisionPolicy.from_config(cfg, device) if enabled else PrecisionPolicy.float32(cfg, device)
 
     def stop_hook(self) -> StopOnSignal | None:
         """Return the hook that receives stop signals and has the checkpointer of the run; None in a dry run."""

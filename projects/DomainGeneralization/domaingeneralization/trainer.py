@@ -12,7 +12,6 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
-from fastamp.engine.hooks import HookBase, Priority
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
 from fastamp.evaluation import DatasetEvaluator, inference_on_dataset
 from fastamp.layers import pairwise_distance
@@ -43,16 +42,6 @@ class _OutputCollector(DatasetEvaluator):
         return {}
 
 
-class _BuildGraph(HookBase):
-    """Compute the graph of identities before each epoch."""
-
-    priority = Priority.VERY_HIGH
-
-    def before_epoch(self) -> None:
-        assert isinstance(self.trainer, GraphTrainer)
-        self.trainer.start_epoch()
-
-
 @TRAINER_REGISTRY.register()
 class GraphTrainer(AMPTrainer):
     """Trainer for ``GraphSampler``: before each epoch, the distances between identities are computed.
@@ -69,7 +58,6 @@ class GraphTrainer(AMPTrainer):
         super().__init__(*args, **options)
         self.config: Any = None
         self.graph_epoch = -1
-        self.register_hooks([_BuildGraph()])
 
     @classmethod
     def from_config(
@@ -96,19 +84,13 @@ class GraphTrainer(AMPTrainer):
         trainer.config = cfg
         return trainer
 
-    @classmethod
-    def build_policy(cls, cfg: CfgNode, device: torch.device) -> PrecisionPolicy:
-        """Build the precision policy from ``SOLVER.AMP``; float32 if it is not enabled."""
-        enabled = cfg.SOLVER.AMP.ENABLED
-        return PrecisionPolicy.from_config(cfg, device) if enabled else PrecisionPolicy.float32(cfg, device)
-
     @property
     def sampler(self) -> GraphSampler:
         """Sampler of the training set."""
         return self.data_loader.batch_sampler.sampler
 
-    def start_epoch(self) -> None:
-        """Compute the graph, unless a checkpoint of this epoch has been loaded, and start the loader."""
+    def prepare_epoch(self) -> bool:
+        """Compute the graph, unless a checkpoint of this epoch has been loaded."""
         if self.graph_epoch != self.epoch:
             distances = self.identity_distances(self.sampler.choose_images(self.epoch)).cpu().numpy()
             nearest = nearest_identities(distances, self.sampler.identities_per_batch - 1)
@@ -117,9 +99,7 @@ class GraphTrainer(AMPTrainer):
             comm.broadcast([shared])
             self.sampler.set_nearest(shared.cpu().numpy())
             self.graph_epoch = self.epoch
-        # The workers prefetch batches of the former graph: start again at the first batch of the epoch.
-        self._batches = None
-        self.data_loader.start_at(self.batches_before(self.iter))
+        return True
 
     def identity_distances(self, images: list[int]) -> torch.Tensor:
         """Compute the distances (N, N) float32 between training images, for their order only."""

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode, Key
 from fastamp.data.dataset import ReidDataset
-from fastamp.engine.hooks import HookBase, Priority
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
 from fastamp.evaluation.clustering import cluster_quality
 from fastamp.report import ClusterSheets
@@ -47,16 +45,6 @@ def _check_labeled_names(names: list[str], labeled: list[str]) -> None:
         )
 
 
-class _Relabel(HookBase):
-    """Cluster the training set before each epoch."""
-
-    priority = Priority.VERY_HIGH
-
-    def before_epoch(self) -> None:
-        assert isinstance(self.trainer, ClusterTrainer)
-        self.trainer.start_epoch()
-
-
 @TRAINER_REGISTRY.register()
 class ClusterTrainer(AMPTrainer):
     """Trainer for training sets without labels, or with labels of some datasets.
@@ -82,7 +70,6 @@ class ClusterTrainer(AMPTrainer):
         self.targets = self._classes = self.labels
         self._pseudo: PseudoLabels | None = None
         self._extraction: FeatureExtraction | None = None
-        self.register_hooks([_Relabel()])
 
     @classmethod
     def from_config(
@@ -124,12 +111,6 @@ class ClusterTrainer(AMPTrainer):
         trainer._pseudo = PseudoLabels.from_config(cfg, data_loader.dataset, sampler.labeled)
         return trainer
 
-    @classmethod
-    def build_policy(cls, cfg: CfgNode, device: torch.device) -> PrecisionPolicy:
-        """Build the precision policy from ``SOLVER.AMP``; float32 if it is not enabled."""
-        enabled = cfg.SOLVER.AMP.ENABLED
-        return PrecisionPolicy.from_config(cfg, device) if enabled else PrecisionPolicy.float32(cfg, device)
-
     @property
     def loss(self) -> MemoryLoss:
         """Loss with the memory."""
@@ -141,14 +122,12 @@ class ClusterTrainer(AMPTrainer):
         assert self._pseudo is not None
         return self._pseudo
 
-    def start_epoch(self) -> None:
-        """Cluster the training set, unless a checkpoint of this epoch has been loaded, and start the loader."""
+    def prepare_epoch(self) -> bool:
+        """Cluster the training set, unless a checkpoint of this epoch has been loaded."""
         if not self.history or self.history[-1]["epoch"] != self.epoch:
             self._cluster()
         self.data_loader.batch_sampler.sampler.set_labels(self._classes)
-        # The workers prefetch batches of the former labels: start again at the first batch of the epoch.
-        self._batches = None
-        self.data_loader.start_at(self.batches_before(self.iter))
+        return True
 
     def next_batch(self) -> dict[str, Any]:
         """Return the next batch, with the rows of the memory as ``targets``."""
