@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
 
 Batch = dict[str, Any]
@@ -150,8 +149,8 @@ class Evaluator(Protocol):
     def reset(self) -> None:
         """Discard all accumulated batches."""
 
-    def extract(self, model: Any, batch: Batch, policy: PrecisionPolicy, flip_test: bool = False) -> Any:
-        """Compute the outputs of a batch for ``process``."""
+    def forward(self, model: Any, batch: Batch) -> Any:
+        """Compute the outputs of a model for ``process``."""
 
     def process(self, inputs: Batch, outputs: Any) -> None:
         """Accumulate a batch and its outputs."""

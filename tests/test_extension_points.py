@@ -213,8 +213,8 @@ class BrightEvaluator(ReidEvaluator):
         super().reset()
         self.brightness = []
 
-    def extract(self, model, batch, policy, flip_test=False):
-        return super().extract(model, batch, policy, flip_test), batch["images"].float().mean((1, 2, 3))
+    def forward(self, model, batch):
+        return super().forward(model, batch), batch["images"].float().mean((1, 2, 3))
 
     def process(self, inputs, outputs):
         super().process(inputs, outputs[0])

@@ -23,9 +23,10 @@ from fastamp.evaluation.retrieval_examples import ReportOptions
 from fastamp.evaluation.roc import write_roc
 from fastamp.evaluation.tracklets import COLUMN as TRACKLET
 from fastamp.evaluation.tracklets import FRAMES, pool_tracklets
+from fastamp.feature_pass import Rows
 from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
-from fastamp.utils.errors import DataError, TrainingError, writing
+from fastamp.utils.errors import TrainingError, writing
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class ReidEvaluator(DatasetEvaluator):
             examples.
 
     Attributes:
+        rows: columns of the batches so far; a subclass may append further ones, which ``gather`` returns.
         result: result of the last evaluation; None without ``report_options``.
         column_names: text columns of the test set -> text of each number, see ``set_column_names``.
         ranking: results of each query of the last evaluation, on the main process.
@@ -108,8 +110,7 @@ class ReidEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         """Discard all features."""
-        self._batches: dict[str, list[torch.Tensor]] = {}
-        self._num_images, self._in_order = 0, False
+        self.rows = Rows()
         self._device = torch.device("cpu")
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
@@ -135,18 +136,14 @@ class ReidEvaluator(DatasetEvaluator):
         self._device = outputs.device
         batch = {"features": to_float32(outputs.detach()).cpu()}
         batch |= {name: inputs[name].cpu() for name in ("targets", "camids")}
-        self._in_order = "indices" not in inputs
-        in_order = torch.arange(self._num_images, self._num_images + len(outputs))
-        batch["indices"] = in_order if self._in_order else inputs["indices"].cpu()
+        batch["indices"] = self.rows.positions(inputs, len(outputs))
         if self.protocol.columns:
             self.protocol.check_columns(columns_of(inputs))
             batch |= {_COLUMN + name: inputs[name].cpu() for name in self.protocol.columns}
         batch |= {name: descriptor(inputs["images"].cpu()) for name, descriptor in self.baselines.items()}
-        self._num_images += len(outputs)
         if TRACKLET in inputs and self.tracklet_pool != "none":
             batch = self._pool_tracklets(batch | {TRACKLET: inputs[TRACKLET].cpu()})
-        for name, column in batch.items():
-            self._batches.setdefault(name, []).append(column)
+        self.rows.append(batch)
 
     def evaluate(self) -> dict[str, Any] | None:
         """Compute the metrics, on the model's device if it has enough memory, and discard the features.
@@ -215,12 +212,7 @@ class ReidEvaluator(DatasetEvaluator):
         Raises:
             DataError: if there are no images.
         """
-        if not self._batches:
-            raise DataError(
-                "this process evaluated no images: the test set, or the part of it for this process, is empty.\n"
-                "  fix: check DATASETS.TESTS, or use fewer processes"
-            )
-        columns, n = self._gather(), self.num_query
+        columns, n = self.rows.gather(), self.num_query
         self.first_frames = None
         if TRACKLET in columns:
             columns = self._pool_tracklets(columns)
@@ -237,27 +229,6 @@ class ReidEvaluator(DatasetEvaluator):
         """Pool the features, and the descriptors of the baselines, of the frames of each tracklet."""
         names = {"features", *self.baselines}
         return pool_tracklets(columns, names, num_query=self.num_query, pool=self.tracklet_pool)
-
-    def _gather(self) -> dict[str, torch.Tensor]:
-        """Gather features, identities and cameras from all ranks in the order of ``indices``, and free the batches."""
-        counts = comm.gather_rows(torch.tensor([self._num_images]))
-        first = counts[: comm.get_rank()].sum() if self._in_order else 0
-        indices = comm.gather_rows(torch.cat(self._batches.pop("indices")) + first)
-        rows = indices.argsort().argsort()
-        columns = {"indices": indices.sort().values}
-        for name in list(self._batches):
-            parts = self._batches.pop(name)
-            if comm.is_distributed():
-                parts = [comm.gather_rows(torch.cat(parts))]
-            ordered = parts[0].new_empty(len(indices), *parts[0].shape[1:])
-            begin = 0
-            # Free each batch after copying it, so that memory holds only one copy of all features.
-            while parts:
-                part = parts.pop(0)
-                ordered[rows[begin : begin + len(part)]] = part
-                begin += len(part)
-            columns[name] = ordered
-        return columns
 
     def _write(self, result: EvaluationResult) -> None:
         if self.output_dir is None:

@@ -19,9 +19,9 @@ from fastamp.config import CfgNode
 from fastamp.data.jpeg_warnings import decoding_pool, read_in_threads
 from fastamp.data.transforms import build_transforms
 from fastamp.evaluation.calibration import Calibration, read_calibration
-from fastamp.evaluation.evaluator import extract_features
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
+from fastamp.feature_pass import extract_features
 from fastamp.inference.extract import extract
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Image, as_list, crop_frame

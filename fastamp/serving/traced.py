@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fastamp.evaluation.evaluator import extract_features
+from fastamp.feature_pass import extract_features
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.predictor import Predictor
 

@@ -102,7 +102,7 @@ def test_evaluator_collects_the_needed_columns_of_each_batch(same_outfit):
     for first in range(0, len(features), 64):
         rows = slice(first, first + 64)
         found.process(batch_of(ids, rows, clothes=clothes[rows], unused=clothes[rows]), features[rows])
-    assert "column clothes" in found._batches and "column unused" not in found._batches
+    assert "column clothes" in found.rows.columns and "column unused" not in found.rows.columns
     assert found.evaluate()["mAP"] == compute_metrics(queries, gallery, ids, same_outfit).metrics()["mAP"]
 
 

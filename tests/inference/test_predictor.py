@@ -12,7 +12,7 @@ import fastamp
 from fastamp.data import build_reid_test_loader
 from fastamp.data.decode import read_image
 from fastamp.engine import DefaultTrainer
-from fastamp.evaluation.evaluator import extract_features
+from fastamp.feature_pass import extract_features
 from fastamp.inference import images as module
 from fastamp.utils.errors import ConfigError, DataError, WeightsError
 

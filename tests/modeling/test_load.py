@@ -10,7 +10,7 @@ import torch
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader
 from fastamp.engine import DefaultTrainer
-from fastamp.evaluation.evaluator import extract_features
+from fastamp.feature_pass import extract_features
 from fastamp.modeling import load_model
 from fastamp.utils.errors import ConfigError, WeightsError
 

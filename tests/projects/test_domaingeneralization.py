@@ -195,7 +195,7 @@ def test_graph_of_the_trainer_uses_the_matching_scores_without_augmentation(runs
     model = trainer.model.eval()
     dataset = trainer.data_loader.dataset
     images = torch.stack([dataset.read(row) for row in chosen])
-    maps = model.features_and_maps({"images": images}, trainer.policy)[1]
+    maps = model.features_and_maps({"images": images})[1]
     torch.testing.assert_close(found, -model.heads.matcher(maps, maps).detach(), rtol=1e-4, atol=1e-4)
 
 

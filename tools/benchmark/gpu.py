@@ -49,8 +49,8 @@ from fastamp.demo import DEMO_VERSION, generate_demo
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine import run_command_line
 from fastamp.evaluation import Protocol, compute_metrics
-from fastamp.evaluation.evaluator import extract_features
 from fastamp.evaluation.rerank import ReRanking
+from fastamp.feature_pass import extract_features
 from fastamp.layers.distance import matrix_product
 from fastamp.modeling import build_model
 from fastamp.utils.env import available_cores, keep_freed_memory

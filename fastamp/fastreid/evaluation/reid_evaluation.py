@@ -65,7 +65,7 @@ class ReidEvaluator(DatasetEvaluator, reid_evaluation.ReidEvaluator):
 
     @property
     def _predictions(self) -> "_Predictions":
-        columns = [self._batches.get(name, []) for name in _COLUMNS.values()]
+        columns = [self.rows.columns.get(name, []) for name in _COLUMNS.values()]
         batches = zip(*columns, strict=True)
         return _Predictions(self, [dict(zip(_COLUMNS, batch, strict=True)) for batch in batches])
 

@@ -10,7 +10,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from fastamp.evaluation.evaluator import extract_features
+from fastamp.feature_pass import extract_features
 from fastamp.inference.export.preprocessing import for_each_size
 from fastamp.inference.export.quiet import ExportError, quiet
 from fastamp.inference.export.trace import label_inputs, normalized
@@ -153,7 +153,8 @@ def compare_exported(
     def unscaled(batch: Batch) -> Tensor:
         batch = {name: values for name, values in batch.items() if name not in ignored}
         with torch.inference_mode():
-            return extract_features(predictor.model, batch, policy, predictor.cfg.TEST.FLIP.ENABLED).cpu()
+            features: Tensor = extract_features(predictor.model, batch, policy, predictor.cfg.TEST.FLIP.ENABLED)
+            return features.cpu()
 
     def expected(batch: dict[str, Any]) -> Tensor:
         return normalized(unscaled(batch)) if l2 else unscaled(batch)

@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 from fastamp.amp import PrecisionPolicy, force_fp32
 from fastamp.amp.fp16_export import to_float16
 from fastamp.config import fixed_input_size
-from fastamp.evaluation.evaluator import extract_features
+from fastamp.feature_pass import extract_features
 from fastamp.inference.export.metadata import NEEDED_BY
 from fastamp.inference.export.preprocessing import Preprocessing
 from fastamp.inference.export.quiet import ExportError, quiet

@@ -237,10 +237,9 @@ class CLIPReID(Baseline):
                 "  fix: set MODEL.HEADS.NUM_CLASSES to the number of identities"
             )
 
-    @torch.no_grad()
     def prompt_image_features(self, batch: dict[str, Any]) -> torch.Tensor:
         """Compute the projections (B, text_dim) for the first stage: without camera and view embeddings."""
-        return self.feature_maps(batch, _Features(self.backbone, side_information=False))[2].float()
+        return self.feature_maps(batch, _Features(self.backbone, side_information=False))[2]
 
     @torch.no_grad()
     def update_text_features(self, batch_size: int = 64) -> None:

@@ -4,6 +4,7 @@ import logging
 import math
 import zlib
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from fastamp.data.unaugmented import build_unaugmented_loader
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine.hooks import HookBase, LRScheduler, Priority, StopOnSignal
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
+from fastamp.feature_pass import collect_features
 from fastamp.solver.lr_schedule import EpochCosineSchedule
 from fastamp.solver.state import OptimizerState
 from fastamp.utils import comm
@@ -260,20 +262,16 @@ class CLIPReIDTrainer(AMPTrainer):
     def _cache_features(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the projections (N, D) float32 and the targets (N,) of the training set, without augmentation."""
         cfg, model, dataset = self.config, self.model, self.data_loader.dataset
-        loader = build_unaugmented_loader(cfg, dataset, model.device, all_on_each_rank=True)
-        features, targets, training = [], [], model.training
-        model.eval()
-        try:
-            # A resumed run computes the features again: the loader must not draw from the random numbers of the run.
-            with torch.random.fork_rng(devices=[]):
-                for batch in loader:
-                    with self.policy.autocast():
-                        features.append(model.prompt_image_features(batch))
-                    targets.append(batch["targets"].to(model.device))
-        finally:
-            model.train(training)
-        logger.info("cached the features of %s", plural(len(dataset), "training image"))
-        return torch.cat(features), torch.cat(targets)
+        found = collect_features(
+            model,
+            build_unaugmented_loader(cfg, dataset, model.device, all_on_each_rank=True),
+            self.policy,
+            forward=CLIPReID.prompt_image_features,
+            columns={"targets": itemgetter("targets")},
+            title="caching features",
+            on_all_ranks=False,
+        )
+        return found["features"].to(model.device), found["targets"].to(model.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the trainer and of the first stage."""

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from domaingeneralization.head import MatchingBaseline
 from domaingeneralization.matcher import QAConv
-from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode, Key
 from fastamp.evaluation import EVALUATOR_REGISTRY, Identities, ReidEvaluator, compute_metrics
 from fastamp.evaluation.tracklets import COLUMN as TRACKLET
@@ -106,21 +106,21 @@ class MatchingEvaluator(ReidEvaluator):
         self._matcher: QAConv | None = None
         super().__init__(cfg, num_query, output_dir, **options)
 
-    def extract(self, model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, flip_test: bool = False) -> Any:
+    def forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
         """Compute ``(features, maps)`` of a batch; only the features without ``TEST.MATCHING.ENABLED``.
 
         Raises:
             ConfigError: if the model has no matcher.
         """
         if not self.matching.ENABLED:
-            return super().extract(model, batch, policy, flip_test)
-        if not hasattr(model, "features_and_maps"):
+            return super().forward(model, batch)
+        if not isinstance(model, MatchingBaseline):
             raise ConfigError(
                 f"TEST.EVALUATOR=MatchingEvaluator requires MatchingBaseline, got {type(model).__name__}.\n"
                 "  fix: set MODEL.META_ARCHITECTURE to MatchingBaseline, or TEST.MATCHING.ENABLED to False"
             )
         self._matcher = model.heads.matcher
-        return model.features_and_maps(batch, policy)
+        return model.features_and_maps(batch)
 
     def process(self, inputs: dict[str, Any], outputs: Any) -> None:
         """Accumulate one batch; see ``ReidEvaluator.process``.
@@ -136,7 +136,7 @@ class MatchingEvaluator(ReidEvaluator):
                 "  fix: set TEST.TRACKLET.POOL none, or TEST.MATCHING.ENABLED False"
             )
         super().process(inputs, outputs[0])
-        self._batches.setdefault("maps", []).append(outputs[1].cpu())
+        self.rows.append({"maps": outputs[1]})
         return None
 
     def gather(self) -> tuple[torch.Tensor, Identities, dict[str, torch.Tensor]]:

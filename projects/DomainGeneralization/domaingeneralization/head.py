@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from domaingeneralization.matcher import QAConv
-from fastamp.amp import PrecisionPolicy, force_fp32, to_float32
+from fastamp.amp import force_fp32
 from fastamp.config import CfgNode, Key
 from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.modeling.heads import HEADS_REGISTRY, EmbeddingHead
@@ -101,9 +101,7 @@ class MatchingBaseline(Baseline):
                 "  fix: set MODEL.HEADS.NAME to QAConvHead"
             )
 
-    def features_and_maps(self, batch: dict[str, Any], policy: PrecisionPolicy) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the features (B, D) and the maps (B, C, h, w) of a batch in evaluation mode, both float32."""
-        with policy.autocast():
-            features = self.feature_maps(self.as_batch(batch))
-            outputs = self.heads(features), self.heads.maps(features)
-        return to_float32(outputs[0]), to_float32(outputs[1])
+    def features_and_maps(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the features (B, D) and the maps (B, C, h, w) of a batch in evaluation mode."""
+        features = self.feature_maps(self.as_batch(batch))
+        return self.heads(features), self.heads.maps(features)

@@ -8,38 +8,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from domaingeneralization.graph_sampler import GraphSampler, nearest_identities
-from fastamp.amp import PrecisionPolicy
+from domaingeneralization.head import MatchingBaseline
 from fastamp.config import CfgNode
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
-from fastamp.evaluation import DatasetEvaluator, inference_on_dataset
+from fastamp.feature_pass import call_model, collect_features
 from fastamp.layers import pairwise_distance
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 
 
-class _OutputCollector(DatasetEvaluator):
-    """Collect the maps for the matcher, or without one the features, of all images on every rank: ``outputs``."""
-
-    def __init__(self) -> None:
-        self._batches: list[torch.Tensor] = []
-        self.outputs = torch.empty(0)
-
-    def reset(self) -> None:
-        self._batches = []
-
-    def extract(self, model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, flip_test: bool = False) -> Any:
-        if hasattr(model, "features_and_maps"):
-            return model.features_and_maps(batch, policy)[1]
-        return super().extract(model, batch, policy, flip_test)
-
-    def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
-        self._batches.append(outputs.float().cpu())
-
-    def evaluate(self) -> dict[str, Any]:
-        self.outputs = comm.gather_rows(torch.cat(self._batches))
-        return {}
+def _matched_maps(model: MatchingBaseline, batch: dict[str, Any]) -> torch.Tensor:
+    return model.features_and_maps(batch)[1]
 
 
 @TRAINER_REGISTRY.register()
@@ -104,13 +85,15 @@ class GraphTrainer(AMPTrainer):
     def identity_distances(self, images: list[int]) -> torch.Tensor:
         """Compute the distances (N, N) float32 between training images, for their order only."""
         comm.broadcast(self.model.buffers())  # batch-norm statistics differ between ranks
-        collector = _OutputCollector()
         policy = self.policy.for_evaluation(self.config.SOLVER.AMP.EVAL_DTYPE)
         loader = build_unaugmented_loader(self.config, self.data_loader.dataset, self.model.device, images=images)
-        inference_on_dataset(self.model, loader, collector, policy=policy)
-        outputs = collector.outputs.to(self.model.device)
-        matcher = getattr(self.model.heads, "matcher", None)
-        return pairwise_distance(outputs, outputs, "cosine") if matcher is None else -matcher.all_scores(outputs)
+        matches = isinstance(self.model, MatchingBaseline)
+        forward = _matched_maps if matches else call_model
+        outputs = collect_features(self.model, loader, policy, forward=forward, title="extracting")["features"]
+        outputs = outputs.to(self.model.device)
+        return (
+            -self.model.heads.matcher.all_scores(outputs) if matches else pairwise_distance(outputs, outputs, "cosine")
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the trainer and the graph."""

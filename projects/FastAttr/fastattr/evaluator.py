@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from fastamp.amp import PrecisionPolicy, to_float32
 from fastamp.config import CfgNode, Key
 from fastamp.evaluation import (
     EVALUATOR_REGISTRY,
@@ -231,15 +229,9 @@ class JointAttrEvaluator(ReidEvaluator):
         super().reset()
         self.totals.reset()
 
-    def extract(
-        self, model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, flip_test: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, model: Any, batch: dict[str, Any]) -> Any:
         """Compute the features (B, D) and the probabilities (B, A) of a batch."""
-        batches = [batch, batch | {"images": batch["images"].flip(3)}] if flip_test else [batch]
-        with policy.autocast():
-            outputs = [to_float32(model.features_and_attributes(batch)) for batch in batches]
-        features, probabilities = (torch.stack(tensors).mean(0) for tensors in zip(*outputs, strict=True))
-        return features, probabilities
+        return model.features_and_attributes(batch)
 
     def process(self, inputs: dict[str, Any], outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Add a batch, its features and its probabilities."""

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode, Key
 from fastamp.evaluation import EVALUATOR_REGISTRY, Identities, Protocol, ReidEvaluator, compute_metrics
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances
@@ -18,6 +17,7 @@ from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.progress import track
 from partialreid.dsr_distance import reconstruction_distances
+from partialreid.partialbaseline import PartialBaseline
 
 logger = logging.getLogger(f"fastamp.{__name__}")
 
@@ -241,31 +241,29 @@ class DsrEvaluator(ReidEvaluator):
         super().reset()
         self._places = PlaceFile()
 
-    def extract(self, model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, flip_test: bool = False) -> Any:
+    def forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
         """Compute ``(features, places, scores)`` of a batch; only the features without ``TEST.DSR.ENABLED``.
 
         Raises:
             ConfigError: if the model has no places.
         """
         if not self.dsr.ENABLED:
-            return super().extract(model, batch, policy, flip_test)
-        if not hasattr(model, "places"):
+            return super().forward(model, batch)
+        if not isinstance(model, PartialBaseline):
             raise ConfigError(
                 f"TEST.EVALUATOR=DsrEvaluator requires PartialBaseline, got {type(model).__name__}.\n"
                 "  fix: set MODEL.META_ARCHITECTURE to PartialBaseline, or TEST.DSR.ENABLED to False"
             )
-        return model.places(batch, policy)
+        return model.places(batch)
 
     def process(self, inputs: dict[str, Any], outputs: Any) -> None:
         """Accumulate one batch; see ``ReidEvaluator.process``."""
         if not self.dsr.ENABLED:
             return super().process(inputs, outputs)
         features, places, scores = outputs
-        first = self._num_images
         super().process(inputs, features)
-        rows = inputs["indices"] if "indices" in inputs else torch.arange(first, first + len(features))
-        self._places.append(rows, places)
-        self._batches.setdefault("scores", []).append(scores.cpu())
+        self._places.append(self.rows.columns["indices"][-1], places)
+        self.rows.append({"scores": scores})
         return None
 
     def gather(self) -> tuple[torch.Tensor, Identities, dict[str, torch.Tensor]]:

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from fastamp.amp import PrecisionPolicy, to_float32
 from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.modeling.losses.compute import Outputs
 from fastamp.modeling.meta_arch import Baseline
@@ -42,8 +41,6 @@ class PartialBaseline(Baseline):
         losses = super().loss_terms(foreground, targets, batch)
         return super().loss_terms(whole, targets, batch) | {f"{name}_fore": loss for name, loss in losses.items()}
 
-    def places(self, batch: dict[str, Any], policy: PrecisionPolicy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def places(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute features, places and scores of a batch in evaluation mode; see ``DSRHead.places``."""
-        with policy.autocast():
-            features, places, scores = self.heads.places(self.feature_maps(self.as_batch(batch)))
-        return to_float32(features), to_float32(places), to_float32(scores)
+        return self.heads.places(self.feature_maps(self.as_batch(batch)))
