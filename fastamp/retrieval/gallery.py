@@ -1,10 +1,11 @@
 """Galleries: images with features that can be searched, in a file of features or in a folder that changes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -39,45 +40,52 @@ class Conditions:
         )
 
 
-class Gallery(Protocol):
-    """Store of N images with features, which ``search`` reads: ``FeaturesGallery`` and ``MutableGallery``."""
+class Gallery(ABC):
+    """N images with features, which ``search`` reads.
 
-    @property
-    def path(self) -> Path:
-        """File or folder."""
+    Attributes:
+        path: file or folder.
+        model: model of the features.
+        index: index of the features; None if the search is exact.
+    """
 
-    @property
-    def model(self) -> ModelId:
-        """Model of the features."""
+    path: Path
+    model: ModelId
+    index: Index | None
 
     @property
     def kind(self) -> str:
         """Kind of the search: ``flat``, which is exact, or that of the index."""
+        return "flat" if self.index is None else self.index.kind
 
     @property
     def recall(self) -> float | None:
         """Measured recall of the search in 0..1, see ``Index.measure``; None if it is exact."""
+        return None if self.index is None else self.index.recall
+
+    def reading(self) -> AbstractContextManager[object]:
+        """Return a context in which the gallery does not change, with the changes of other processes."""
+        return nullcontext()
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of images."""
 
     @property
+    @abstractmethod
     def vectors(self) -> Vectors:
         """Features of all images."""
 
     @property
+    @abstractmethod
     def columns(self) -> Mapping[str, np.ndarray]:
         """Further columns of all images, see ``ImageColumns``."""
 
-    def __len__(self) -> int:
-        """Return the number of images."""
-
-    def reading(self) -> AbstractContextManager[object]:
-        """Return a context in which the gallery does not change, with the changes of other processes."""
-
-    def propose(self, queries: np.ndarray, k: int, effort: int | None) -> np.ndarray | None:
-        """Return the rows (Q, C) that an index proposes, see ``Index.propose``; None without an index."""
-
+    @abstractmethod
     def images(self, rows: np.ndarray) -> ImageColumns:
         """Return the columns of images; ``rows`` is an array of indices of any shape."""
 
+    @abstractmethod
     def rows_where(self, conditions: Conditions) -> np.ndarray:
         """Return the rows (M,) int64 of the images that meet all conditions.
 
@@ -86,7 +94,7 @@ class Gallery(Protocol):
         """
 
 
-class FeaturesGallery:
+class FeaturesGallery(Gallery):
     """Gallery of features that do not change, in memory or in a file.
 
     Args:
@@ -96,21 +104,20 @@ class FeaturesGallery:
 
     def __init__(self, features: Features, index: Index | None = None) -> None:
         self.features, self.index = features, index
-        self.path, self.model, self.columns = features.path, features.model, features.images.further
-        self.vectors = Vectors(features.matrix, features.model.metric, features.path)
-        self.kind = "flat" if index is None else index.kind
-        self.recall = None if index is None else index.recall
+        self.path, self.model = features.path, features.model
 
     def __len__(self) -> int:
         return len(self.features)
 
-    def reading(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing."""
-        return nullcontext()
+    @cached_property
+    def vectors(self) -> Vectors:
+        """Features of all images, and their norms, which are computed once."""
+        return Vectors(self.features.matrix, self.model.metric, self.path)
 
-    def propose(self, queries: np.ndarray, k: int, effort: int | None) -> np.ndarray | None:
-        """Return the rows that the index proposes; see ``Gallery``."""
-        return None if self.index is None else self.index.propose(queries, k, effort)
+    @property
+    def columns(self) -> Mapping[str, np.ndarray]:
+        """Further columns of all images; see ``Gallery``."""
+        return self.features.images.further
 
     def images(self, rows: np.ndarray) -> ImageColumns:
         """Return the columns of images; see ``Gallery``."""

@@ -2,7 +2,6 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,12 +19,9 @@ _RECALL_QUERIES, _RECALL_RANKS = 200, 10
 # Proposals of product codes per result, at least _LEAST.
 _PROPOSALS, _LEAST = 10, 200
 
-Propose = Callable[[np.ndarray, int, int | None], np.ndarray]
-"""Function: queries (Q, D), k, effort -> rows (Q, C) of proposed features, -1 for none."""
-
 
 class Index(ABC):
-    """faiss index of numbered features. It has neither the features' columns nor a file.
+    """faiss index of features. It has neither the features' columns nor a file.
 
     Args:
         index: faiss index.
@@ -42,42 +38,32 @@ class Index(ABC):
     @classmethod
     @abstractmethod
     def create(cls, count: int, width: int, metric: str) -> "Index":
-        """Create an empty index for ``count`` features; train it next if ``trained_on`` is not 0."""
+        """Create an empty index for ``count`` features; train it on ``sample_rows`` unless ``faiss.is_trained``."""
 
     @property
     def efforts(self) -> list[int | None]:
         """Efforts to try until the recall is sufficient, in ascending order."""
         return [None]
 
-    def train(self, sample: np.ndarray) -> None:
-        """Train the index on a sample (M, D) float32 of the features."""
-        self.faiss.train(sample)
-
-    def add(self, features: np.ndarray) -> None:
-        """Add features (N, D), which get the next numbers."""
-        self.faiss.add(features)
-
     @abstractmethod
     def propose(self, queries: np.ndarray, k: int, effort: int | None = None) -> np.ndarray:
-        """Return the numbers (Q, C) of the proposed features for each query, -1 for none."""
+        """Return the rows (Q, C) of the proposed features for each query, -1 for none."""
 
-    def measure(self, vectors: Vectors, propose: Propose | None = None) -> float:
+    def measure(self, vectors: Vectors) -> float:
         """Set the effort to the smallest tried one with the wanted recall, and measure the recall.
 
         Args:
             vectors: all features, at least 11.
-            propose: function that proposes rows. Default: ``propose``, the numbers are rows.
 
         Returns:
             The recall, of the 10 nearest features of 200 of the features.
         """
-        propose = propose or self.propose
         count = min(_RECALL_QUERIES, len(vectors.matrix))
         chosen = np.random.default_rng(1).choice(len(vectors.matrix), count, replace=False)
         queries, k = vectors.block(chosen), _RECALL_RANKS + 1  # the first is the query itself
         expected = vectors.nearest(queries, k)[1].tolist()
         for effort in self.efforts:
-            found = vectors.nearest_of(queries, k, propose(queries, k, effort))[1].tolist()
+            found = vectors.nearest_of(queries, k, self.propose(queries, k, effort))[1].tolist()
             hits = sum(len({*near[1:]} & {*rows}) for near, rows in zip(expected, found, strict=True))
             self.effort, self.recall = effort, hits / (count * _RECALL_RANKS)
             if self.recall >= WANTED_RECALL:
@@ -103,7 +89,7 @@ class InvertedLists(Index):
         import faiss
 
         probed = min(effort or self.effort or math.ceil(PROBED * self.faiss.nlist), self.faiss.nlist)
-        return _found(self.faiss.search(queries, k, params=faiss.SearchParametersIVF(nprobe=probed)))
+        return np.asarray(self.faiss.search(queries, k, params=faiss.SearchParametersIVF(nprobe=probed))[1])
 
 
 class NeighborGraph(Index):
@@ -123,10 +109,10 @@ class NeighborGraph(Index):
         import faiss
 
         parameters = faiss.SearchParametersHNSW(efSearch=max(effort or self.effort or EF_SEARCH, k))
-        return _found(self.faiss.search(queries, k, params=parameters))
+        return np.asarray(self.faiss.search(queries, k, params=parameters)[1])
 
 
-class ProductCodes(Index):
+class ProductCodes(InvertedLists):
     """Inverted lists of product codes (Jégou, Douze and Schmid 2011, "Product quantization for nearest neighbor
     search"; IVF-PQ).
 
@@ -151,10 +137,7 @@ class ProductCodes(Index):
         return [*sorted({max(1, round(fraction * self.faiss.nlist)) for fraction in fractions})]
 
     def propose(self, queries: np.ndarray, k: int, effort: int | None = None) -> np.ndarray:
-        import faiss
-
-        parameters = faiss.SearchParametersIVF(nprobe=min(effort or self.effort or 1, self.faiss.nlist))
-        return _found(self.faiss.search(queries, max(_PROPOSALS * k, _LEAST), params=parameters))
+        return super().propose(queries, max(_PROPOSALS * k, _LEAST), effort)
 
 
 INDICES: dict[str, type[Index]] = {index.kind: index for index in (InvertedLists, NeighborGraph, ProductCodes)}
@@ -184,7 +167,3 @@ def faiss_metric(metric: str) -> int:
 def _lists(count: int) -> int:
     """Return the power of 2 nearest to sqrt(count). Twice as many lists would take four times as long to train."""
     return int(2 ** round(math.log2(count) / 2))
-
-
-def _found(result: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    return result[1]
