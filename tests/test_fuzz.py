@@ -16,6 +16,7 @@ import sqlite3
 import tempfile
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import evaluate_features
@@ -35,10 +36,9 @@ from fastamp.config.defaults import KEYS
 from fastamp.engine import setup
 from fastamp.inference.runtime import ExportedModel
 from fastamp.retrieval import features_file, npz
-from fastamp.retrieval.features import ModelId
-from fastamp.retrieval.gallery import FeaturesGallery
 from fastamp.retrieval.gallery_store import DATABASE_FILE, Item
 from fastamp.retrieval.index_file import read_index
+from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.mutable_gallery import MutableGallery, create_or_open
 from fastamp.retrieval.search import search
 from fastamp.utils.errors import UserError
@@ -334,7 +334,7 @@ def test_searching_a_damaged_index_never_crashes(tmp_path_factory, seed):
     with read_in_time("index"):
         features = features_file.read_features(SAVED / "gallery.npz")
         index, _ = read_index(path, features.model, features.fingerprint)
-        found = search(np.ones((2, tiny.WIDTH), np.float32), FeaturesGallery(features, index), 3)
+        found = search(np.ones((2, tiny.WIDTH), np.float32), replace(features, index=index), 3)
         assert found.rows.shape == (2, 3)
 
 

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.data.datasets.custom import image_files
     from fastamp.data.decode import read_image
     from fastamp.inference.image_folder import open_source
-    from fastamp.retrieval.features import has_missing_integers, is_unknown
+    from fastamp.retrieval.columns import has_missing_integers, is_unknown
     from fastamp.retrieval.open_gallery import check_gallery, has_features, open_gallery
 
     known = get_cfg()  # an image that is not found may be spelled as a key: IMG_1.JPG

@@ -15,7 +15,7 @@ from fastamp.evaluation import EvaluationResult, Identities, Protocol, compute_m
 from fastamp.evaluation.identities import CAMERA
 from fastamp.evaluation.reid_evaluation import ranking_device, write_per_query
 from fastamp.evaluation.roc import write_roc
-from fastamp.retrieval.features import has_missing_integers
+from fastamp.retrieval.columns import has_missing_integers
 from fastamp.retrieval.features_file import COLUMN_PREFIX
 from fastamp.retrieval.npz import open_arrays, read_array
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean, writing

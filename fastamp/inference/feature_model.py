@@ -18,10 +18,9 @@ from fastamp.inference.image_folder import open_source
 from fastamp.inference.images import COLORS, Image, as_one, decode
 from fastamp.inference.similarity import Comparison, sample_pair_scores
 from fastamp.layers.distance import pairwise_distance
-from fastamp.retrieval.features import ModelId, check_same_model
 from fastamp.retrieval.features_file import read_features
-from fastamp.retrieval.gallery import Conditions, FeaturesGallery, Gallery
-from fastamp.retrieval.mutable_gallery import MutableGallery
+from fastamp.retrieval.gallery import Conditions, Gallery
+from fastamp.retrieval.model_id import ModelId, check_same_model
 from fastamp.retrieval.search import SearchResult, decide, rows_with_attributes, search, search_attributes
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 
@@ -255,7 +254,7 @@ class FeatureModel(ABC):
         """
         if isinstance(gallery, (str, os.PathLike)):
             gallery = open_source(gallery, self)
-        elif not isinstance(gallery, (FeaturesGallery, MutableGallery)):
+        elif not isinstance(gallery, Gallery):
             raise TypeError(
                 f"expected a gallery or the path of one, got {type(gallery).__name__}.\n"
                 "  fix: pass the output file of `fastamp extract`, or the result of open_gallery"

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fastamp.data.datasets.custom import image_files
 from fastamp.inference.readable import compute_readable
-from fastamp.retrieval.features import Features, ImageColumns
+from fastamp.retrieval.columns import ImageColumns
+from fastamp.retrieval.features import Features
 from fastamp.retrieval.features_file import read_features
-from fastamp.retrieval.gallery import FeaturesGallery, Gallery
+from fastamp.retrieval.gallery import Gallery
 from fastamp.retrieval.open_gallery import has_features, open_gallery
 from fastamp.utils.errors import ConfigError, DataError, WriteError, summarize_error
 from fastamp.utils.plural import plural
@@ -60,7 +61,7 @@ def open_source(
     out = target.parent / f"{target.name}{f'.{modality}' if modality else ''}.{model.config_hash}.npz"
     files = image_files(folder)
     if index is None and len(files) <= _IN_MEMORY_UP_TO and not os.path.lexists(out):
-        return FeaturesGallery(_compute(folder, files, model))
+        return _compute(folder, files, model)
     if not _is_current(folder, files, out, model.config_hash):
         _extract(folder, out, model)
     return open_gallery(out, of=model, index=index, kind=kind)

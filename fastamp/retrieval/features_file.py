@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fastamp.retrieval.features import OWN_COLUMNS, Features, ImageColumns, ModelId
+from fastamp.retrieval.columns import OWN_COLUMNS, ImageColumns
+from fastamp.retrieval.features import Features
+from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.npz import map_array, open_arrays, text_of
 from fastamp.utils.errors import DataError
 

@@ -8,7 +8,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from fastamp.retrieval.features import Features, is_unknown
+from fastamp.retrieval.columns import is_unknown
+from fastamp.retrieval.features import Features
 from fastamp.utils.errors import optional_package, writing
 from fastamp.utils.files import write_atomically
 

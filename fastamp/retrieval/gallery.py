@@ -4,15 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from fastamp.retrieval.features import Features, ImageColumns, ModelId
+from fastamp.retrieval.columns import ImageColumns
 from fastamp.retrieval.indices import Index
+from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.vectors import Vectors
-from fastamp.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Gallery(ABC):
         """Further columns of all images, see ``ImageColumns``."""
 
     @abstractmethod
-    def images(self, rows: np.ndarray) -> ImageColumns:
+    def columns_of(self, rows: np.ndarray) -> ImageColumns:
         """Return the columns of images; ``rows`` is an array of indices of any shape."""
 
     @abstractmethod
@@ -92,44 +91,3 @@ class Gallery(ABC):
         Raises:
             ConfigError: if the gallery has no times, but a limit is given.
         """
-
-
-class FeaturesGallery(Gallery):
-    """Gallery of features that do not change, in memory or in a file.
-
-    Args:
-        features: features of the images.
-        index: index of the features. Default: None, the search is exact.
-    """
-
-    def __init__(self, features: Features, index: Index | None = None) -> None:
-        self.features, self.index = features, index
-        self.path, self.model = features.path, features.model
-
-    def __len__(self) -> int:
-        return len(self.features)
-
-    @cached_property
-    def vectors(self) -> Vectors:
-        """Features of all images, and their norms, which are computed once."""
-        return Vectors(self.features.matrix, self.model.metric, self.path)
-
-    @property
-    def columns(self) -> Mapping[str, np.ndarray]:
-        """Further columns of all images; see ``Gallery``."""
-        return self.features.images.further
-
-    def images(self, rows: np.ndarray) -> ImageColumns:
-        """Return the columns of images; see ``Gallery``."""
-        return self.features.images.take(rows)
-
-    def rows_where(self, conditions: Conditions) -> np.ndarray:
-        """Return the rows of the images that meet all conditions; see ``Gallery``."""
-        if conditions.after is not None or conditions.before is not None:
-            raise ConfigError(
-                f"the images of {self.path} have no times, so they cannot be limited by time.\n"
-                "  fix: remove the limits, or add the images to a mutable gallery (fastamp gallery add --time)"
-            )
-        images = self.features.images
-        labels = zip(images.camera_names.astype(str).tolist(), images.pids.astype(str).tolist(), strict=True)
-        return np.flatnonzero([conditions.accept(camera, identity, None) for camera, identity in labels])

@@ -5,7 +5,7 @@ import os
 import sqlite3
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastamp.retrieval.features import ModelId
+from fastamp.retrieval.model_id import ModelId
 from fastamp.utils.errors import ConfigError, DataError, WriteError
 
 DATABASE_FILE = "items.db"
@@ -28,12 +28,18 @@ CREATE TABLE items (
 );
 CREATE TABLE pictures (id TEXT PRIMARY KEY REFERENCES items (id) ON DELETE CASCADE, picture BLOB);
 """
+_COLUMNS = "number", "name", "identity", "camera", "time", "feature", "crc"
+_WRITE = f"""
+    INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT (id) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)}
+"""
 _READ_ROWS = 8192
 _BUSY_SECONDS = 60
 # Limits of files of other people: bytes of a value, dimension of a feature, numbers of items, and instructions of
 # SQLite's virtual machine, which needs fewer than 10 for each byte of a gallery that it reads.
 _MOST_BYTES, _LARGEST_WIDTH, _LARGEST_NUMBER = 2**24, 2**20, 2**62
 _STEPS, _STEPS_PER_BYTE, _STEPS_AT_ONCE = 10**6, 10, 10**4
+_TEXTS = "id", "name", "identity", "camera"
 _FIRST_TIME, _LAST_TIME = -62135596800, 253402300800  # years 1 to 9999
 _TABLES = {statement.split()[2]: statement.strip() for statement in _SCHEMA.split(";") if statement.strip()}
 _VALID_MODEL = f"""
@@ -71,30 +77,22 @@ class Item:
     picture: bytes | None = None
 
     def __post_init__(self) -> None:
-        if not self.id or len(self.id) > 500 or "\0" in self.id:
-            raise DataError(
-                f"invalid id of a gallery item: {self.id[:50]!r} ({len(self.id)} characters).\n"
-                "  fix: choose 1 to 500 characters"
-            )
-        wrong = [name for name in ("id", "name", "identity", "camera") if not isinstance(getattr(self, name), str)]
+        wrong = [name for name in _TEXTS if not isinstance(vars(self)[name], str)]
+        if not wrong and (not 1 <= len(self.id) <= 500 or "\0" in self.id):
+            wrong.append("id")
         if self.time is not None and not _FIRST_TIME <= self.time < _LAST_TIME:
             wrong.append("time")
         if wrong:
-            values = ", ".join(f"{name} {getattr(self, name)!r:.50}" for name in wrong)
+            values = ", ".join(f"{name} {vars(self)[name]!r:.50}" for name in wrong)
             raise DataError(
                 f"invalid values of the gallery item {self.id!r:.50}: {values}.\n"
-                "  fix: pass texts, and the time in seconds since 1970 between the years 1 and 9999"
+                "  fix: pass texts, an id of 1 to 500 characters, and the time in seconds since 1970 in the years 1 to "
+                "9999"
             )
 
     def texts(self) -> dict[str, str]:
         """Return the values as texts, without the picture."""
-        return {
-            "id": self.id,
-            "name": self.name,
-            "identity": self.identity,
-            "camera": self.camera,
-            "time": format_time(self.time),
-        }
+        return {name: vars(self)[name] for name in _TEXTS} | {"time": format_time(self.time)}
 
 
 class GalleryStore:
@@ -229,31 +227,27 @@ class GalleryStore:
                     self._connection.execute("ROLLBACK")
                 raise
 
-    def reserve_numbers(self, count: int) -> range:
-        """Return new numbers, which no item had before; call it in a transaction."""
-        first = int(self._connection.execute("SELECT next_number FROM gallery").fetchone()[0])
-        self._connection.execute("UPDATE gallery SET next_number = ?", (first + count,))
-        return range(first, first + count)
+    def write(self, items: Sequence[Item], features: np.ndarray) -> range:
+        """Insert items with features (N, D) float32, or replace those with the same ids; call it in a transaction.
 
-    def insert(self, items: Sequence[Item], numbers: Iterable[int], features: np.ndarray) -> None:
-        """Insert items with features (N, D) float32; call it in a transaction."""
+        Returns:
+            Their numbers, which no feature had before.
+        """
+        first = int(self._connection.execute("SELECT next_number FROM gallery").fetchone()[0])
+        numbers = range(first, first + len(items))
+        self._connection.execute("UPDATE gallery SET next_number = ?", (numbers.stop,))
         rows = [
             (item.id, number, item.name, item.identity, item.camera, item.time, *_encode(feature))
             for item, number, feature in zip(items, numbers, features, strict=True)
         ]
-        self._connection.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        self._connection.executemany(_WRITE, rows)
         self._write_pictures(items)
+        return numbers
 
-    def update(self, items: Sequence[Item], numbers: Iterable[int], features: np.ndarray | None) -> None:
-        """Replace the values of items, and their features and numbers if there are new features, in a transaction."""
+    def update(self, items: Sequence[Item]) -> None:
+        """Replace the values of items, except their features; call it in a transaction."""
         values = [(item.name, item.identity, item.camera, item.time, item.id) for item in items]
         self._connection.executemany("UPDATE items SET name=?, identity=?, camera=?, time=? WHERE id=?", values)
-        if features is not None:
-            rows = [
-                (number, *_encode(feature), item.id)
-                for item, number, feature in zip(items, numbers, features, strict=True)
-            ]
-            self._connection.executemany("UPDATE items SET number=?, feature=?, crc=? WHERE id=?", rows)
         self._write_pictures(items)
 
     def delete(self, ids: Sequence[str]) -> None:

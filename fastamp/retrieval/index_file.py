@@ -8,8 +8,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from fastamp.retrieval.features import ModelId
 from fastamp.retrieval.indices import INDICES, Index, faiss_metric
+from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.npz import open_arrays, read_array, text_of, write_arrays
 from fastamp.utils.errors import ConfigError, DataError, writing
 from fastamp.utils.files import write_atomically

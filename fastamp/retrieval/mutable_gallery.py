@@ -8,15 +8,15 @@ from os import PathLike
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fastamp.retrieval.candidates import Candidates
-from fastamp.retrieval.features import ImageColumns, ModelId, check_same_model, normalized
-from fastamp.retrieval.gallery import Conditions
+from fastamp.retrieval.columns import ImageColumns
+from fastamp.retrieval.gallery import Conditions, Gallery
 from fastamp.retrieval.gallery_store import DATABASE_FILE, GalleryStore, Item, format_time
 from fastamp.retrieval.indices import FLAT_UP_TO, WANTED_RECALL, sample_rows
-from fastamp.retrieval.vectors import Vectors
+from fastamp.retrieval.model_id import ModelId, check_same_model
+from fastamp.retrieval.vectors import Vectors, as_features, normalized
 from fastamp.utils.errors import ConfigError, DataError, writing
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _BLOCK = 8192
 _GROWTH = 2
 
 
-class MutableGallery:
+class MutableGallery(Gallery):
     """Gallery in a folder, whose items can be added, updated and removed by id; see ``Gallery`` for its search.
 
     A method that changes the gallery returns after the change is on the disk, see ``GalleryStore``: if the process is
@@ -60,8 +60,10 @@ class MutableGallery:
         self.model = self._store.model
         self._lock = threading.RLock()
         self._tried = 0  # number of items when no candidate index had a sufficient recall
-        file = self.path / _CANDIDATES_FILE
-        self._candidates = Candidates.read(file, self._store.token, self.model) if file.exists() else None
+        self._row_of_number: dict[int, int] = {}
+        self.index: Candidates | None = None
+        if (file := self.path / _CANDIDATES_FILE).exists():
+            self.index = Candidates.read(file, self._store.token, self.model, self._row_of_number)
         self._load()
 
     def __len__(self) -> int:
@@ -76,16 +78,6 @@ class MutableGallery:
     def close(self) -> None:
         """Close the database; the gallery cannot be used afterwards."""
         self._store.close()
-
-    @property
-    def recall(self) -> float | None:
-        """Measured recall of the search in 0..1, see ``build_candidates``; None if it is exact."""
-        return self._candidates.index.recall if self._candidates else None
-
-    @property
-    def kind(self) -> str:
-        """Kind of the search: ``flat``, which is exact, or ``ivfpq``."""
-        return self._candidates.index.kind if self._candidates else "flat"
 
     def __contains__(self, item_id: str) -> bool:
         return item_id in self._row_of_id
@@ -120,21 +112,20 @@ class MutableGallery:
             DataError: if an id is not unique, or the features have a wrong shape or are not finite. No item is added.
             WriteError: if the items cannot be written.
         """
-        values = self._as_features(features, len(items))
+        values = as_features(features, self.model.width, len(items))
         with self._lock:
             with self._transaction():
-                self._check_unique(items)
-                new = [row for row, item in enumerate(items) if item.id not in self._row_of_id]
+                self._check_unique([item.id for item in items])
+                new = [row for row, item in enumerate(items) if item.id not in self]
                 if len(new) < len(items) and not skip_existing:
-                    existing = [item.id for item in items if item.id in self._row_of_id]
+                    existing = [item.id for item in items if item.id in self]
                     raise DataError(
                         f"{len(existing)} of {len(items)} items are in the gallery already: {', '.join(existing[:5])}\n"
                         "  fix: choose other ids, or replace the items"
                     )
                 items, values = [items[row] for row in new], values[new]
-                numbers = self._store.reserve_numbers(len(items))
-                self._store.insert(items, numbers, values)
-            self._append(items, numbers, values)
+                numbers = self._store.write(items, values)
+            self._put(items, numbers, values)
             return new
 
     def update(self, items: Sequence[Item], features: Tensor | np.ndarray | None = None) -> None:
@@ -148,18 +139,15 @@ class MutableGallery:
             DataError: if an id is missing or not unique, or the features are invalid. No item is changed.
             WriteError: if the items cannot be written.
         """
-        values = None if features is None else self._as_features(features, len(items))
+        values = None if features is None else as_features(features, self.model.width, len(items))
         with self._lock:
             with self._transaction():
-                self._check_unique(items)
                 self._check_present([item.id for item in items])
-                numbers = self._store.reserve_numbers(0 if values is None else len(items))
-                self._store.update(items, numbers, values)
-            rows = [self._row_of_id[item.id] for item in items]
-            for row, item in zip(rows, items, strict=True):
-                self.items[row] = _without_picture(item)
+                numbers = self._store.update(items) if values is None else self._store.write(items, values)
             if values is not None:
-                self._replace(rows, numbers, normalized(values, self.model.metric))
+                self._put(items, numbers, values)
+            for item in items:
+                self.items[self._row_of_id[item.id]] = _without_picture(item)
 
     def remove(self, ids: Sequence[str]) -> None:
         """Remove items.
@@ -170,7 +158,6 @@ class MutableGallery:
         """
         with self._lock:
             with self._transaction():
-                self._check_unique([Item(item_id) for item_id in ids])
                 self._check_present(ids)
                 self._store.delete(ids)
             self._delete([self._row_of_id[item_id] for item_id in ids])
@@ -187,11 +174,7 @@ class MutableGallery:
         """Features of all items."""
         return Vectors(self._matrix, self.model.metric, self.path, is_normalized=True)
 
-    def propose(self, queries: np.ndarray, k: int, effort: int | None) -> np.ndarray | None:
-        """Return the rows that the approximate index proposes; see ``Gallery``."""
-        return self._candidates.propose(queries, k, effort, self._row_of_number) if self._candidates else None
-
-    def images(self, rows: np.ndarray) -> ImageColumns:
+    def columns_of(self, rows: np.ndarray) -> ImageColumns:
         """Return the columns of items; see ``Gallery``."""
         items = [self.items[row] for row in rows.reshape(-1).tolist()]
 
@@ -212,7 +195,7 @@ class MutableGallery:
     @property
     def columns(self) -> dict[str, np.ndarray]:
         """Columns ``id`` and ``time`` (ISO 8601 text, "" if unknown) of all items, (N,) str."""
-        return dict(self.images(np.arange(len(self))).further)
+        return dict(self.columns_of(np.arange(len(self))).further)
 
     def rows_where(self, conditions: Conditions) -> np.ndarray:
         """Return the rows of the items that meet all conditions; see ``Gallery``."""
@@ -222,9 +205,9 @@ class MutableGallery:
     @property
     def wants_candidates(self) -> bool:
         """True if the gallery is so large that ``build_candidates`` is useful, or has changed much since then."""
-        if len(self) <= FLAT_UP_TO or self._candidates is None:
+        if len(self) <= FLAT_UP_TO or self.index is None:
             return len(self) > max(FLAT_UP_TO, _GROWTH * self._tried)
-        return len(self._candidates.numbers) > _GROWTH * min(len(self), self._candidates.built)
+        return len(self.index.numbers) > _GROWTH * min(len(self), self.index.built)
 
     def build_candidates(self) -> float | None:
         """Build the approximate index of a large gallery (IVF-PQ), measure its recall, and store it.
@@ -237,11 +220,11 @@ class MutableGallery:
         """
         with self.reading():
             if len(self) <= FLAT_UP_TO:
-                self._candidates = None
+                self.index = None
                 return None
             numbers = sorted(self._row_of_number)
             sample = self._matrix[sample_rows(len(self))]
-        built = Candidates.train(sample, len(numbers), self.model)
+        built = Candidates.train(sample, self.model, self._row_of_number)
         for start in range(0, len(numbers), _BLOCK):
             with self._lock:
                 block = [number for number in numbers[start : start + _BLOCK] if number in self._row_of_number]
@@ -249,9 +232,7 @@ class MutableGallery:
             built.add(block, features)
         with self._lock:
             self._synchronize(built)
-            recall = built.index.measure(
-                self.vectors, lambda queries, k, effort: built.propose(queries, k, effort, self._row_of_number)
-            )
+            recall = built.measure(self.vectors)
             if recall < WANTED_RECALL:
                 logger.warning(
                     "the search of %s remains exact: the approximate index has a recall of %.3f, below %.2f",
@@ -259,11 +240,11 @@ class MutableGallery:
                     recall,
                     WANTED_RECALL,
                 )
-                self._candidates, self._tried = None, len(self)
+                self.index, self._tried = None, len(self)
                 return None
             built.write(self.path / _CANDIDATES_FILE, self._store.token)
-            self._candidates = built
-            logger.info("%s: %d items, recall %.3f with %s lists", self.path, len(self), recall, built.index.effort)
+            self.index = built
+            logger.info("%s: %d items, recall %.3f with %s lists", self.path, len(self), recall, built.effort)
             return recall
 
     def refresh(self) -> None:
@@ -279,18 +260,19 @@ class MutableGallery:
         self.items: list[Item] = []
         self._numbers: list[int] = []
         self._row_of_id: dict[str, int] = {}
-        self._row_of_number: dict[int, int] = {}
-        candidates, self._candidates = self._candidates, None
+        self._row_of_number.clear()
+        count, index, self.index = 0, self.index, None
         for items, numbers, features in self._store.read():
-            self._append(items, numbers, features)
-        if not len(self.items) == len(self._row_of_id) == len(self._row_of_number):
+            self._put(items, numbers, features)
+            count += len(items)
+        if not count == len(self._row_of_id) == len(self._row_of_number):
             raise DataError(
                 f"{self.path} is damaged: ids or numbers of items repeat.\n"
                 "  fix: restore the gallery from a backup, or add its images to a new one"
             )
-        if candidates is not None:
-            self._synchronize(candidates)
-            self._candidates = candidates
+        if index is not None:
+            self._synchronize(index)
+            self.index = index
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -304,28 +286,25 @@ class MutableGallery:
         """Features (N, D) of all items, see ``normalized``: the first rows of the buffer."""
         return self._buffer[: len(self)]
 
-    def _append(self, items: Sequence[Item], numbers: Sequence[int], features: np.ndarray) -> None:
-        first, stop, unit = len(self), len(self) + len(items), normalized(features, self.model.metric)
-        if stop > len(self._buffer):
-            grown = np.empty((max(stop, 2 * first), self.model.width), np.float32)
-            grown[:first] = self._matrix
+    def _put(self, items: Sequence[Item], numbers: Sequence[int], features: np.ndarray) -> None:
+        """Append items with features (N, D), or replace those with the same ids."""
+        unit = normalized(features, self.model.metric)
+        rows = [self._row_of_id.setdefault(item.id, len(self._row_of_id)) for item in items]
+        if len(self._row_of_id) > len(self._buffer):
+            grown = np.empty((max(len(self._row_of_id), 2 * len(self)), self.model.width), np.float32)
+            grown[: len(self)] = self._matrix
             self._buffer = grown
-        self._buffer[first:stop] = unit
-        self.items.extend(map(_without_picture, items))
-        self._numbers.extend(numbers)
-        self._row_of_id.update((item.id, row) for row, item in enumerate(items, first))
-        self._row_of_number.update((number, row) for row, number in enumerate(numbers, first))
-        if self._candidates:
-            self._candidates.add(list(numbers), unit)
-
-    def _replace(self, rows: Sequence[int], numbers: Sequence[int], features: np.ndarray) -> None:
-        """Replace the features and numbers of rows."""
-        if self._candidates:
-            self._candidates.add(list(numbers), features)
-        self._matrix[rows] = features
-        for row, number in zip(rows, numbers, strict=True):
-            del self._row_of_number[self._numbers[row]]
-            self._numbers[row], self._row_of_number[number] = number, row
+        self._buffer[rows] = unit
+        for row, item, number in zip(rows, items, numbers, strict=True):
+            if row < len(self.items):
+                del self._row_of_number[self._numbers[row]]
+                self.items[row], self._numbers[row] = _without_picture(item), number
+            else:
+                self.items.append(_without_picture(item))
+                self._numbers.append(number)
+            self._row_of_number[number] = row
+        if self.index is not None:
+            self.index.add(numbers, unit)
 
     def _delete(self, rows: Sequence[int]) -> None:
         """Delete rows: the last rows move to their places."""
@@ -343,23 +322,13 @@ class MutableGallery:
         added = sorted(self._row_of_number.keys() - candidates.numbers)
         candidates.add(added, self._matrix[[self._row_of_number[number] for number in added]])
 
-    def _as_features(self, features: Tensor | np.ndarray, count: int) -> np.ndarray:
-        values: np.ndarray = np.ascontiguousarray(torch.as_tensor(features).float().cpu().numpy())
-        if values.shape != (count, self.model.width) or not np.isfinite(values).all():
-            raise DataError(
-                f"the features of {count} items must be finite and have shape ({count}, {self.model.width}); got shape "
-                f"{values.shape} with {np.count_nonzero(~np.isfinite(values))} non-finite values.\n"
-                "  fix: extract them with the model of the gallery"
-            )
-        return values
-
-    def _check_unique(self, items: Sequence[Item]) -> None:
-        ids = [item.id for item in items]
+    def _check_unique(self, ids: Sequence[str]) -> None:
         if len(set(ids)) < len(ids):
             twice = next(item_id for item_id in ids if ids.count(item_id) > 1)
             raise DataError(f"the id {twice!r} is given twice.\n  fix: give each item once")
 
     def _check_present(self, ids: Sequence[str]) -> None:
+        self._check_unique(ids)
         missing = [item_id for item_id in ids if item_id not in self._row_of_id]
         if missing:
             raise MissingItemError(

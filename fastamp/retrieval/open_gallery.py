@@ -2,6 +2,7 @@
 
 import logging
 import shlex
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import numpy as np
 
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.custom import PATH_DATASETS
-from fastamp.retrieval.features import Features, check_same_model
+from fastamp.retrieval.features import Features
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.features_table import SUFFIXES as TABLE_SUFFIXES
-from fastamp.retrieval.gallery import FeaturesGallery, Gallery
+from fastamp.retrieval.gallery import Gallery
 from fastamp.retrieval.gallery_store import DATABASE_FILE
 from fastamp.retrieval.index_file import read_index, read_texts, write_index
 from fastamp.retrieval.indices import INDICES, Index, choose_kind, sample_rows
+from fastamp.retrieval.model_id import check_same_model
 from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import ConfigError, DataError, check_choice
@@ -114,8 +116,8 @@ def _features_of(index: Path) -> Path:
     return path
 
 
-def with_index(features: Features, path: Path, kind: str = "auto") -> FeaturesGallery:
-    """Return a gallery of features with the index in a file, which is built and written if needed.
+def with_index(features: Features, path: Path, kind: str = "auto") -> Features:
+    """Return features with the index in a file, which is built and written if needed.
 
     Args:
         features: features in a file.
@@ -128,7 +130,7 @@ def with_index(features: Features, path: Path, kind: str = "auto") -> FeaturesGa
     if is_current and kind == "auto":
         chosen = stored["kind"]
     if chosen == "flat":
-        return FeaturesGallery(features)
+        return features
     if is_current and stored["kind"] == chosen:
         index, _ = read_index(path, features.model, features.fingerprint)
         if index.faiss.ntotal != len(features):
@@ -136,13 +138,11 @@ def with_index(features: Features, path: Path, kind: str = "auto") -> FeaturesGa
                 f"{path} has {index.faiss.ntotal} features, but {features.path} has {len(features)}.\n"
                 "  fix: delete the file, and build the index again"
             )
-        return FeaturesGallery(features, index)
+        return replace(features, index=index)
     if stored:
         logger.info("the index %s is built again: it is of different features or of a different kind", path)
-    gallery = FeaturesGallery(features)
-    built = build_index(gallery, chosen)
-    relative = np.array(features.path.name)
-    write_index(path, built, features.fingerprint, features=relative)
+    built = build_index(features, chosen)
+    write_index(path, built, features.fingerprint, features=np.array(features.path.name))
     logger.info(
         "wrote %s: %s of dimension %d, index kind %s, recall %.3f",
         path,
@@ -151,18 +151,18 @@ def with_index(features: Features, path: Path, kind: str = "auto") -> FeaturesGa
         chosen,
         built.recall,
     )
-    return FeaturesGallery(features, read_index(path, features.model, features.fingerprint)[0])
+    return replace(features, index=read_index(path, features.model, features.fingerprint)[0])
 
 
-def build_index(gallery: FeaturesGallery, kind: str) -> Index:
+def build_index(features: Features, kind: str) -> Index:
     """Build the index of features, and measure its recall."""
-    count, vectors, model = len(gallery), gallery.vectors, gallery.model
+    count, vectors, model = len(features), features.vectors, features.model
     index = INDICES[kind].create(count, model.width, model.metric)
     if not index.faiss.is_trained:
-        index.train(vectors.block(sample_rows(count)))
+        index.faiss.train(vectors.block(sample_rows(count)))
     starts = range(0, count, _BLOCK)
     for start in track(starts, len(starts), f"indexing {count} features ({kind})"):
-        index.add(vectors.block(slice(start, start + _BLOCK)))
+        index.faiss.add(vectors.block(slice(start, start + _BLOCK)))
     if count >= _SMALLEST_MEASURED:
         index.measure(vectors)
     return index

@@ -4,13 +4,13 @@ import logging
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fastamp.evaluation.calibration import Calibration
 from fastamp.retrieval.attribute_search import attribute_columns, has_attributes, parse_query, score
-from fastamp.retrieval.features import ImageColumns, normalized
+from fastamp.retrieval.columns import ImageColumns
 from fastamp.retrieval.gallery import Conditions, Gallery
+from fastamp.retrieval.vectors import as_features, normalized
 from fastamp.utils.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -86,19 +86,18 @@ def search(
     """
     _check_positive(k, effort)
     with gallery.reading():
-        queries = normalized(_checked(features, gallery.model.width), gallery.model.metric)
+        queries = normalized(as_features(features, gallery.model.width), gallery.model.metric)
         if isinstance(where, Conditions):
             rows = None if where == Conditions() else gallery.rows_where(where)
         else:
             rows = where
         searched = len(gallery) if rows is None else len(rows)
         k = min(k, searched)
-        proposals = None if exact or rows is not None else gallery.propose(queries, k, effort)
-        if proposals is None:
+        if exact or rows is not None or gallery.index is None:
             scores, found = gallery.vectors.nearest(queries, k, rows)
         else:
-            scores, found = gallery.vectors.nearest_of(queries, k, proposals)
-        return SearchResult(scores, found, gallery.images(found), gallery.model.metric, searched)
+            scores, found = gallery.vectors.nearest_of(queries, k, gallery.index.propose(queries, k, effort))
+        return SearchResult(scores, found, gallery.columns_of(found), gallery.model.metric, searched)
 
 
 def search_attributes(query: str, gallery: Gallery, k: int = 10) -> SearchResult:
@@ -119,7 +118,7 @@ def search_attributes(query: str, gallery: Gallery, k: int = 10) -> SearchResult
     probabilities = attribute_columns(gallery.columns, gallery.path)
     scores = score(probabilities, parse_query(query, tuple(probabilities)))
     rows = np.argsort(-scores, kind="stable")[None, :k]
-    return SearchResult(scores[rows].astype(np.float32), rows, gallery.images(rows), "attributes", len(gallery))
+    return SearchResult(scores[rows].astype(np.float32), rows, gallery.columns_of(rows), "attributes", len(gallery))
 
 
 def rows_with_attributes(query: str, gallery: Gallery, threshold: float) -> np.ndarray:
@@ -182,15 +181,3 @@ def _check_positive(k: int, effort: int | None) -> None:
             f"k and effort must be at least 1; got k={k} and effort={effort}.\n"
             "  fix: increase k (--top) or effort (--effort)"
         )
-
-
-def _checked(features: Tensor | np.ndarray, width: int) -> np.ndarray:
-    """Return query features as (Q, D) float32; raise DataError if they have another shape or are not finite."""
-    queries: np.ndarray = np.ascontiguousarray(torch.as_tensor(features).float().cpu().numpy())
-    if queries.ndim != 2 or queries.shape[1] != width or not np.isfinite(queries).all():
-        raise DataError(
-            f"query features must be finite and have shape (Q, {width}); got shape {queries.shape} with "
-            f"{np.count_nonzero(~np.isfinite(queries))} non-finite values.\n"
-            "  fix: extract the query features with the model of the gallery"
-        )
-    return queries

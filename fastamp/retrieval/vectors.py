@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from fastamp.layers.distance import squared_norms
-from fastamp.retrieval.features import normalized
 from fastamp.utils.errors import DataError
 
 # Features compared at once, so that they and their copy fit into the CPU cache.
@@ -117,3 +116,33 @@ class Vectors:
         if self.metric == "cosine":
             return np.asarray((features @ queries[:, :, None].astype(np.float64))[..., 0].clip(-1, 1))
         return np.asarray(-np.linalg.norm(features - queries[:, None], axis=2))
+
+
+def normalized(features: np.ndarray, metric: str) -> np.ndarray:
+    """Return features (N, D) as they are compared: of length 1 for ``cosine``, unchanged for ``euclidean``."""
+    if metric != "cosine":
+        return features
+    unit: np.ndarray = torch.nn.functional.normalize(torch.from_numpy(features), dim=1).numpy()
+    return unit
+
+
+def as_features(features: torch.Tensor | np.ndarray, width: int, count: int | None = None) -> np.ndarray:
+    """Return features (N, D) as float32 in memory.
+
+    Args:
+        features: (N, D) float, not normalized.
+        width: expected D, that of the gallery.
+        count: expected N. Default: None, any number.
+
+    Raises:
+        DataError: if they have another shape or are not finite.
+    """
+    values: np.ndarray = np.ascontiguousarray(torch.as_tensor(features).float().cpu().numpy())
+    fits = values.ndim == 2 and values.shape[1] == width and count in (None, len(values))
+    if not fits or not np.isfinite(values).all():
+        raise DataError(
+            f"features must be finite and have shape ({count or 'N'}, {width}); got shape {values.shape} with "
+            f"{np.count_nonzero(~np.isfinite(values))} non-finite values.\n"
+            "  fix: extract them with the model of the gallery"
+        )
+    return values

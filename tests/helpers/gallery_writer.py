@@ -7,8 +7,8 @@ import sys
 
 import numpy as np
 
-from fastamp.retrieval.features import ModelId
 from fastamp.retrieval.gallery_store import Item
+from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.mutable_gallery import MutableGallery
 
 WIDTH = 16

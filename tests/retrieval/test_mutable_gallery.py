@@ -28,9 +28,9 @@ from fastamp.inference.extract import extract
 from fastamp.inference.gallery_source import Metadata, add_images
 from fastamp.retrieval import mutable_gallery as module
 from fastamp.retrieval.candidates import Candidates
-from fastamp.retrieval.features import ModelId
 from fastamp.retrieval.gallery import Conditions
 from fastamp.retrieval.gallery_store import Item, format_time, parse_time
+from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.mutable_gallery import MissingItemError, MutableGallery, create_or_open
 from fastamp.retrieval.open_gallery import open_gallery
 from fastamp.retrieval.search import search
@@ -140,7 +140,7 @@ def test_approximate_index_is_not_used_if_its_recall_is_low_or_its_file_is_wrong
     assert MutableGallery(tmp_path / "a").kind == "flat" and "of another gallery" in caplog.text
     file.write_bytes(content[:-100])
     assert MutableGallery(tmp_path / "b").kind == "flat" and "damaged" in caplog.text
-    assert Candidates.read(file, "", model()) is None
+    assert Candidates.read(file, "", model(), {}) is None
 
 
 def test_candidates_are_built_while_the_gallery_changes(tmp_path, monkeypatch):
@@ -151,19 +151,19 @@ def test_candidates_are_built_while_the_gallery_changes(tmp_path, monkeypatch):
     gallery.add([Item(f"{row}") for row in range(1500)], features)
     train = Candidates.train
 
-    def change_while_training(sample, count, of):
+    def change_while_training(*args):
         thread = threading.Thread(
             target=lambda: (gallery.remove(["3"]), gallery.add([Item("new")], features[:1] + 0.1))
         )
         thread.start()
         thread.join(10)
         assert not thread.is_alive()
-        return train(sample, count, of)
+        return train(*args)
 
     monkeypatch.setattr(Candidates, "train", change_while_training)
     monkeypatch.setattr(module, "WANTED_RECALL", 0.0)
     gallery.build_candidates()
-    assert "3" not in gallery and len(gallery._candidates.numbers) == len(gallery) == 1500
+    assert "3" not in gallery and len(gallery.index.numbers) == len(gallery) == 1500
     assert search(features[:1] + 0.1, gallery, 1, effort=1000).images.further["id"].tolist() == [["new"]]
 
 
@@ -249,7 +249,7 @@ def test_invalid_changes_change_nothing(tmp_path, monkeypatch):
     with pytest.raises(MissingItemError):
         gallery.remove(["d"])
     with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
-        patch.setattr(type(gallery._store), "insert", lambda *_: 1 / 0)
+        patch.setattr(type(gallery._store), "write", lambda *_: 1 / 0)
         gallery.add([Item("d")], features[:1])
     for opened in (gallery, MutableGallery(tmp_path / "a.gallery")):
         assert [item.id for item in opened.items] == ["a", "b", "c"] and opened.items[0].name == ""

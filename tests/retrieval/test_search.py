@@ -107,7 +107,7 @@ def test_index_is_built_once_and_again_for_another_kind_or_other_features(galler
     with np.load(gallery.path) as archive:
         arrays = dict(archive)
     np.savez(gallery.path, **arrays | {"features": arrays["features"] + 1})
-    assert open_gallery(gallery.path, kind="hnsw").features.fingerprint != gallery.fingerprint
+    assert open_gallery(gallery.path, kind="hnsw").fingerprint != gallery.fingerprint
     gallery.path.unlink()
     with pytest.raises(DataError, match=r"gallery\.npz"):
         open_gallery(path)
@@ -129,7 +129,7 @@ def test_invalid_arguments_for_index_search_and_build_raise(gallery, tmp_path):
         with pytest.raises(ConfigError, match="k=|effort="):
             search(np.zeros((1, 16)), opened, k, effort=effort)
     for features in (np.zeros((1, 15)), np.full((1, 16), np.nan), np.zeros(16)):
-        with pytest.raises(DataError, match=r"\(Q, 16\)"):
+        with pytest.raises(DataError, match=r"\(N, 16\)"):
             search(features, opened)
     with pytest.raises(ConfigError, match="auto, flat, ivf, hnsw"):
         open_gallery(gallery.path, kind="tree")

@@ -13,8 +13,8 @@ import pytest
 from fuzz import bounded
 
 from fastamp.retrieval.candidates import Candidates
-from fastamp.retrieval.features import ModelId
 from fastamp.retrieval.gallery_store import DATABASE_FILE, Item
+from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.retrieval.npz import read_array, write_arrays
 from fastamp.retrieval.open_gallery import open_gallery
@@ -138,12 +138,12 @@ def test_hostile_candidates_are_not_used(tmp_path, subtests):
     values = [np.array("x"), np.zeros((2, 2)), np.array(-5), np.array(np.nan), np.zeros(0)]
     for name, value in itertools.product(names, values):
         with subtests.test(name=name, value=value):
-            candidates = Candidates.train(np.eye(200, 8, dtype=np.float32), 200, model)
+            candidates = Candidates.train(np.eye(200, 8, dtype=np.float32), model, dict.fromkeys(range(200)))
             candidates.add(list(range(200)), np.eye(200, 8, dtype=np.float32))
-            candidates.index.effort, candidates.index.recall = 1, 0.99
+            candidates.effort, candidates.recall = 1, 0.99
             candidates.write(tmp_path / "candidates.index", "token")
-            assert Candidates.read(tmp_path / "candidates.index", "token", model).built == 200
-            assert Candidates.read(tmp_path / "candidates.index", "token", replace(model, width=16)) is None
+            assert Candidates.read(tmp_path / "candidates.index", "token", model, {}).built == 200
+            assert Candidates.read(tmp_path / "candidates.index", "token", replace(model, width=16), {}) is None
             content = (tmp_path / "candidates.index").read_bytes()
             with zipfile.ZipFile(tmp_path / "candidates.index") as archive:
                 arrays = {entry.removesuffix(".npy"): read_array(archive, entry[:-4]) for entry in archive.namelist()}
@@ -151,4 +151,4 @@ def test_hostile_candidates_are_not_used(tmp_path, subtests):
             with (tmp_path / "candidates.index").open("wb") as file:
                 file.write(content[:size])
                 write_arrays(file, arrays)
-            assert Candidates.read(tmp_path / "candidates.index", "token", model) is None
+            assert Candidates.read(tmp_path / "candidates.index", "token", model, {}) is None

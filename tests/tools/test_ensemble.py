@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from fastamp.layers.distance import FeatureDistances
-from fastamp.retrieval.features import Features, ImageColumns, ModelId
+from fastamp.retrieval.columns import ImageColumns
+from fastamp.retrieval.features import Features
+from fastamp.retrieval.model_id import ModelId
 from fastamp.utils.errors import ConfigError, DataError
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from command import load_script
 
-from fastamp.retrieval.features import ModelId
+from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.mutable_gallery import MutableGallery
 
 pytest.importorskip("starlette")

@@ -20,9 +20,9 @@ from search import Images
 from tabulate import tabulate
 
 from fastamp.diagnostics.environment import inspect_environment
-from fastamp.retrieval.features import ModelId
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.gallery_store import Item
+from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.retrieval.npz import write_arrays
 from fastamp.retrieval.open_gallery import with_index
