@@ -4,7 +4,7 @@ import argparse
 
 from markdown_text import escape, table
 
-from fastamp.cli import COMMANDS, command_module, command_parser
+from fastamp.cli import command_module, command_parser, commands
 
 _INTRODUCTION = """# Commands
 
@@ -23,7 +23,7 @@ _WITHOUT_MODULE = ("help", "version")
 
 def commands_page() -> str:
     """Return the page as Markdown, with one section per command."""
-    return "\n".join([_INTRODUCTION, *(_command(name, meaning) for name, meaning in COMMANDS.items())])
+    return "\n".join([_INTRODUCTION, *(_command(name, meaning) for name, meaning in commands().items())])
 
 
 def _command(name: str, meaning: str) -> str:
@@ -33,8 +33,8 @@ def _command(name: str, meaning: str) -> str:
     text, _, examples = (command_module(name).__doc__ or "").partition("\nexamples:\n")
     lines.append(f"{escape(text.strip())}\n")
     if examples:
-        commands = "\n".join(line.strip() for line in examples.rstrip().splitlines())
-        lines.append(f"```sh\n{commands}\n```\n")
+        shown = "\n".join(line.strip() for line in examples.rstrip().splitlines())
+        lines.append(f"```sh\n{shown}\n```\n")
     parser = command_parser(name, f"fastamp {name}")
     lines.append(_arguments(parser))
     for action in parser._actions:

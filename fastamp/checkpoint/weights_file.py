@@ -213,8 +213,7 @@ def _check_archive(path: Path) -> None:
     if any(entry.filename.partition("/")[2] == "constants.pkl" for entry in entries):
         raise WeightsError(
             f"weights file {path} is a TorchScript archive: it contains code, which fastamp does not execute.\n"
-            "  fix: convert its tensors, without executing the code: python projects/CLIPReID/convert_clip.py "
-            f"{path} weights.pth"
+            f"  fix: convert its tensors, without executing the code: fastamp convert-clip {path} weights.pth"
         )
     size = sum(entry.file_size for entry in entries)
     if size > path.stat().st_size:

@@ -9,7 +9,7 @@ from typing import NoReturn, TextIO
 
 from fastamp.utils.color import color_help, color_message, has_color, paint
 from fastamp.utils.command_line import run_command_line
-from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError, did_you_mean
+from fastamp.utils.errors import USER_ERROR_EXIT_CODE, ConfigError, UserError, did_you_mean
 from fastamp.utils.files import ignore_closed_stdout
 
 COMMANDS = {
@@ -110,16 +110,30 @@ def _run(command: str, *words: str) -> int:
     if command in ("--version", "version"):
         print(_versions())
         return 0
-    if command not in COMMANDS:
-        hint = did_you_mean(command, COMMANDS)
-        message = f"error: unknown command {command!r}.{hint}\n  commands: {', '.join(COMMANDS)}"
+    if command not in COMMANDS and command not in commands():
+        hint = did_you_mean(command, commands())
+        message = f"error: unknown command {command!r}.{hint}\n  commands: {', '.join(commands())}"
         print(color_message(message, sys.stderr), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
     return run_command(command, list(words), program=f"fastamp {command}")
 
 
+def commands() -> dict[str, str]:
+    """Return all commands, those of plugins last: name -> line of help.
+
+    Raises:
+        ConfigError: if a plugin declares a command of fastamp.
+    """
+    from fastamp.config.plugin_tables import read_tables  # a command of fastamp does not need it
+
+    declared = read_tables("COMMANDS")
+    for name in COMMANDS.keys() & declared.keys():
+        raise ConfigError(f"{declared[name].file}: COMMANDS: {name!r} is a command of fastamp.\n  fix: rename it")
+    return COMMANDS | {name: command.help for name, command in declared.items()}
+
+
 def run_command(command: str, argv: Sequence[str] | None = None, *, program: str | None = None) -> int:
-    """Run one of the commands in ``COMMANDS`` and return the exit code of the command.
+    """Run a command and return the exit code of the command.
 
     Args:
         command: name of the command.
@@ -149,14 +163,20 @@ def command_parser(command: str, program: str | None = None) -> argparse.Argumen
 
 def command_module(command: str) -> ModuleType:
     """Import the module of a command. It has the functions ``add_arguments`` and ``run``."""
+    if command not in COMMANDS:
+        from fastamp.config.plugin_tables import read_tables
+
+        module: ModuleType = read_tables("COMMANDS")[command].load()
+        return module
     return importlib.import_module(f"fastamp.cli.{_MODULES.get(command, command.replace('-', '_'))}")
 
 
 def _help() -> str:
-    width = max(map(len, COMMANDS))
+    meanings = commands()
+    width = max(map(len, meanings))
     colored = has_color(sys.stdout)
-    names = {name: paint(f"{name:<{width}}", "cyan") if colored else f"{name:<{width}}" for name in COMMANDS}
-    lines = [_INTRODUCTION, *(f"  {names[name]}  {meaning}" for name, meaning in COMMANDS.items()), _EXAMPLES]
+    names = {name: paint(f"{name:<{width}}", "cyan") if colored else f"{name:<{width}}" for name in meanings}
+    lines = [_INTRODUCTION, *(f"  {names[name]}  {meaning}" for name, meaning in meanings.items()), _EXAMPLES]
     return color_help("\n".join(lines), sys.stdout)
 
 

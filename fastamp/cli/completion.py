@@ -38,20 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the script."""
-    from fastamp.cli import COMMANDS, command_parser
+    from fastamp.cli import command_parser, commands
     from fastamp.config import get_cfg
     from fastamp.config.recipes import list_recipes
     from fastamp.utils.resources import resource_folder
 
-    flags = []
-    for command in COMMANDS:
+    flags, names = [], commands()
+    for command in names:
         if command not in ("help", "version"):
             options = (option for action in command_parser(command)._actions for option in action.option_strings)
             flags.append(
                 f"    {command}) echo '{' '.join(option for option in options if option.startswith('--'))}' ;;"
             )
     words = {
-        "commands": COMMANDS,
+        "commands": names,
         "benchmarks": sorted(path.stem for path in resource_folder("tools/benchmark").glob("*.py")),
         "recipes": list_recipes(),
         "keys": [key.path for key, _ in get_cfg().keys_below()],

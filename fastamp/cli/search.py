@@ -6,8 +6,8 @@ in a folder are extracted to a file next to it, which later searches use; more t
 calibrated model (`fastamp calibrate`), the identity of a query is unknown if its best match is below the threshold, and
 each result has the probability of the same identity at a prior of 0.5.
 
-With a model of FastAttr, --attributes searches only the images with these attributes; without a query image, all images
-are ranked by the product of the probabilities. A term such as "red upper" has words of the name of an attribute.
+With a model of attributes, --attributes searches only the images with these attributes; without a query image, all
+images are ranked by the product of the probabilities. A term such as "red upper" has words of the name of an attribute.
 
 examples:
   fastamp search logs/run/model_best.pth query.jpg --gallery photos/
@@ -21,12 +21,13 @@ import argparse
 import itertools
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastamp.cli.model_arguments import EXPORTED_HELP, add_camera_view_arguments, add_model_arguments, model_of
 from fastamp.cli.options import is_key, split_key_values
+from fastamp.config.plugin_tables import read_tables
 from fastamp.utils.choices import EF_SEARCH, INDEX_KINDS, PROBED
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 from fastamp.utils.table import format_table
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 # Keys of the rows of results; a column of the gallery with such a name has another key.
 _OWN_KEYS = ("rank", "score", "probability", "path", "pid", "camid")
+_TERM = "term "
+"""Prefix of the search terms among the arguments."""
 _PLURALS = {"camera": "cameras", "identity": "identities"}
 
 
@@ -73,11 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COLUMN",
         help="group the results by identity, camera or a further column of the gallery, the best group first",
     )
-    parser.add_argument(
-        "--attributes",
-        metavar="TEXT",
-        help='attributes of the images, separated by commas, e.g. "red upper, hat" (models of FastAttr)',
-    )
+    terms = read_tables("SEARCH_TERMS")
+    parser.set_defaults(terms=terms)
+    for name, term in terms.items():
+        parser.add_argument(f"--{name}", dest=_TERM + name, metavar="TEXT", help=term.help)
     for name in ("camera", "identity"):
         parser.add_argument(f"--{name}", nargs="+", metavar="NAME", help=f"search only these {_PLURALS[name]}")
     parser.add_argument("--after", metavar="TIME", help="search only images from this time, ISO 8601, UTC (mutable)")
@@ -99,9 +101,11 @@ def run(args: argparse.Namespace) -> int:
     names = list(
         itertools.takewhile(lambda word: not (is_key(word) and re.split("[.=]", word)[0] in known), args.queries)
     )
-    if not names and not args.attributes:
+    texts = {name: text for name in args.terms if (text := vars(args)[_TERM + name])}
+    if not names and not texts:
         restriction = f", only {' '.join(args.queries)}" if args.queries else ""
-        raise ConfigError(f"no query image{restriction}.\n  fix: add an image or a folder, or --attributes")
+        options = "".join(f", or --{name}" for name in args.terms)
+        raise ConfigError(f"no query image{restriction}.\n  fix: add an image or a folder{options}")
     queries = []
     for query in names:
         images = image_files(Path(query)) if Path(query).is_dir() else [query]
@@ -117,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
     gallery = open_gallery(path, **options) if args.group_by and has_features(path) else None
     group_by = None if gallery is None else _group_key(args.group_by, gallery.columns)
     model = model_of(args, split_key_values(args.queries[len(names) :]))
+    terms = [args.terms[name].load().from_model(text, model) for name, text in texts.items()]
     if not has_features(path):
         for query in queries:  # an unreadable one is an error before the features of the gallery are extracted
             read_image(query, max_pixels=model.transforms.max_pixels)
@@ -129,14 +134,14 @@ def run(args: argparse.Namespace) -> int:
         args.top,
         effort=args.effort,
         exact=args.exact,
-        attributes=args.attributes or "",
+        terms=terms,
         conditions=conditions,
         camids=args.camids,
         viewids=args.viewids,
         modality=args.modality,
     )
-    queries = queries or [args.attributes]
-    shown = _probability_columns(args.attributes, model.attribute_names) | {group_by}
+    queries = queries or [", ".join(texts.values())]
+    shown = {group_by}.union(*(term.columns() for term in terms))
     has_missing = {name for name, column in gallery.columns.items() if has_missing_integers(column)}
     groups = [_grouped(_rows(result, number, shown, has_missing), group_by) for number in range(len(queries))]
     if args.json:
@@ -169,15 +174,7 @@ def _conditions(args: argparse.Namespace) -> "Conditions":
 
 
 def _score_name(metric: str) -> str:
-    return {"cosine": "similarity", "attributes": "probability"}.get(metric, "distance")
-
-
-def _probability_columns(attributes: str | None, names: Sequence[str]) -> set[str | None]:
-    """Return the columns with the probabilities of the attributes in ``--attributes``."""
-    from fastamp.retrieval.attribute_search import PROBABILITY_PREFIX, parse_query
-
-    terms = parse_query(attributes, names) if attributes else []
-    return {PROBABILITY_PREFIX + name for term in terms for name in term}
+    return {"cosine": "similarity", "euclidean": "distance"}.get(metric, "probability")  # that of search terms
 
 
 def _decision(result: "SearchResult", query: int) -> dict[str, Any]:
@@ -250,10 +247,10 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """Convert the search results of one query to dicts of plain values; unknown and missing values are None.
 
-    Probabilities of attributes are omitted, except those of the columns ``shown``. ``has_missing`` names the columns in
-    which -1 is a missing value.
+    Values of the model's outputs are omitted, except those of the columns ``shown``. ``has_missing`` names the columns
+    in which -1 is a missing value.
     """
-    from fastamp.retrieval.attribute_search import PROBABILITY_PREFIX
+    from fastamp.retrieval.columns import VALUE_PREFIX
 
     columns, images = {"score": result.scores}, result.images
     if result.decision is not None:
@@ -266,7 +263,7 @@ def _rows(
     column_keys = {
         name: f"column.{name}" if name in columns else _column_key(name)
         for name in images.further
-        if name in shown or not name.startswith(PROBABILITY_PREFIX)
+        if name in shown or not name.startswith(VALUE_PREFIX)
     }
     columns |= {key: images.further[name] for name, key in column_keys.items()}
     values = {name: column[query].tolist() for name, column in columns.items()}

@@ -52,20 +52,27 @@ def declared_keys(file: Path) -> tuple[Key, ...]:
     Raises:
         ValueError: if an argument of ``Key(...)`` is a name instead of a literal.
     """
-    source = file.read_text(encoding="utf-8")
-    if "\nKEYS" not in source:  # parsing all files takes half a second
+    statement = find_assignment(file, "KEYS")
+    if statement is None:
         return ()
+    try:
+        keys: tuple[Key, ...] = eval(compile(ast.Expression(statement), str(file), "eval"), {"Key": Key})
+    except NameError as error:
+        raise ValueError(
+            f"{file}:{statement.lineno}: KEYS: arguments of Key(...) must be literals: {error}.\n"
+            "  fix: replace the name by its value"
+        ) from error
+    return keys
+
+
+def find_assignment(file: Path, name: str) -> ast.expr | None:
+    """Return the value that a Python file assigns to a name at its top level; None if there is no such assignment."""
+    source = file.read_text(encoding="utf-8")
+    if f"\n{name}" not in source:  # parsing all files takes half a second
+        return None
     for statement in ast.parse(source).body:
-        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
-            continue
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        if any(isinstance(target, ast.Name) and target.id == "KEYS" for target in targets):
-            try:
-                keys: tuple[Key, ...] = eval(compile(ast.Expression(statement.value), str(file), "eval"), {"Key": Key})
-            except NameError as error:
-                raise ValueError(
-                    f"{file}:{statement.lineno}: KEYS: arguments of Key(...) must be literals: {error}.\n"
-                    "  fix: replace the name by its value"
-                ) from error
-            return keys
-    return ()
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                return statement.value
+    return None

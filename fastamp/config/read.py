@@ -93,7 +93,7 @@ def load_plugin(path: str, cfg: CfgNode) -> None:
     The file declares keys in ``KEYS``, as a built-in component does, or in a function ``add_config(cfg)``, or in both.
 
     Args:
-        path: plugin file, which runs once per process, or name of a project, e.g. ``"FastAttr"``; or several, see
+        path: plugin file, which runs once per process, or name of a project in ``projects/``; or several, see
             ``split_plugins``.
         cfg: config to extend; it must not be frozen.
 

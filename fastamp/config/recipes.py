@@ -19,7 +19,7 @@ def list_recipes() -> dict[str, Path]:
 
 
 def list_project_recipes() -> dict[str, Path]:
-    """Return the recipes of projects in alphabetical order: name, e.g. ``"FastAttr/demo"``, -> path.
+    """Return the recipes of projects in alphabetical order: name ``"PROJECT/RECIPE"`` -> path.
 
     Base files are listed, since FastReID's projects name them in several ways.
     """

@@ -27,7 +27,7 @@ from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.loader import TestLoader, worker_count
 from fastamp.data.samplers import InferenceSampler
 from fastamp.data.transforms import build_transforms
-from fastamp.retrieval.attribute_search import PROBABILITY_PREFIX
+from fastamp.retrieval.columns import VALUE_PREFIX
 from fastamp.retrieval.features import Features
 from fastamp.retrieval.features_file import COLUMN_PREFIX, read_features
 from fastamp.retrieval.features_table import SUFFIXES, check_table_format, write_table
@@ -53,7 +53,7 @@ _UNFINISHED = re.compile(rf"\.({re.escape(_MARKER)}|{_PART.pattern})\..*\.tmp")
 _TABLE_SOURCE = f".{_MARKER}.table.tmp"
 
 
-# Features (B, D), probabilities of attributes (B, A), indices (B,), and messages of unreadable images.
+# Features (B, D), values of outputs (B, A), indices (B,), and messages of unreadable images.
 _Batch = tuple[Tensor, Tensor, Tensor, dict[int, str]]
 
 
@@ -234,8 +234,8 @@ def extract(
             )
         width = parts.read(parts.paths[0], "features").shape[1]
         columns = listing.columns(rows)
-        for name, column in zip(predictor.attribute_names, parts.attributes().T, strict=True):
-            columns[COLUMN_PREFIX + PROBABILITY_PREFIX + name] = np.ascontiguousarray(column)
+        for name, column in zip(predictor.stored_names, parts.values().T, strict=True):
+            columns[COLUMN_PREFIX + VALUE_PREFIX + name] = np.ascontiguousarray(column)
         columns |= {
             "config_hash": np.array(predictor.config_hash),
             "checkpoint": np.array(str(predictor.checkpoint)),
@@ -296,8 +296,8 @@ def _compute(
     try:
         with torch.inference_mode():
             for batch in loader:
-                features, attributes = (output.cpu() for output in predictor.features_and_attributes_of_batch(batch))
-                buffer.append((features, attributes, batch["indices"], batch["unreadable"]))
+                features, values = (tensor.cpu() for tensor in predictor.features_and_values_of_batch(batch))
+                buffer.append((features, values, batch["indices"], batch["unreadable"]))
                 done += len(features)
                 bar.update(done)
                 size = sum(features.nbytes for features, *_ in buffer)
@@ -455,9 +455,9 @@ class _Parts:
             "features": torch.cat([features for features, *_ in batches]).numpy()[kept],
             "unreadable": np.array([messages[row] for row in sorted(messages)], dtype=str),
         }
-        attributes = torch.cat([attributes for _, attributes, *_ in batches])
-        if attributes.shape[1]:
-            arrays["attributes"] = attributes.numpy()[kept]
+        values = torch.cat([values for _, values, *_ in batches])
+        if values.shape[1]:
+            arrays["values"] = values.numpy()[kept]
         path = self.folder / f"{self.done:012d}.npz"
         write_atomically(path, lambda file: write_arrays(file, arrays))
         self.paths.append(path)
@@ -468,12 +468,12 @@ class _Parts:
         with open_arrays(path, "extraction", fix="delete it; its images will be extracted again") as archive:
             return read_array(archive, name)
 
-    def attributes(self) -> np.ndarray:
-        """Read the probabilities of attributes, (N, A) float32; A is 0 for models without attributes."""
+    def values(self) -> np.ndarray:
+        """Read the values of the outputs, (N, A) float32; A is 0 for models without stored outputs."""
         with open_arrays(self.paths[0], "extraction", fix="delete it") as archive:
-            if "attributes.npy" not in archive.namelist():
+            if "values.npy" not in archive.namelist():
                 return np.empty((0, 0), np.float32)
-        return np.concatenate([self.read(path, "attributes") for path in self.paths])
+        return np.concatenate([self.read(path, "values") for path in self.paths])
 
     def remove(self) -> None:
         """Delete the files of the extraction, and then the folder if it is empty."""
@@ -508,8 +508,8 @@ def _marker_of(predictor: "Predictor", listing: Listing, skip_corrupt: bool) -> 
         if column:
             values += ((item.columns or {}).get(column, predictor.cfg.MODEL.BACKBONE.MODALITY),)
         digest.update(repr(values).encode())
-    names = predictor.attribute_names
-    return ({"attributes": list(names)} if names else {}) | {
+    names = predictor.stored_names
+    return ({"values": list(names)} if names else {}) | {
         "model": predictor.config_hash,
         "images": digest.hexdigest(),
         "precision": f"{predictor.policy.describe()} on {predictor.device.type}",

@@ -1,8 +1,9 @@
 """Comparison and search with the features of a model: checkpoints (``Predictor``) and exported files."""
 
+import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.image_folder import open_source
 from fastamp.inference.images import COLORS, Image, as_one, decode
+from fastamp.inference.outputs import OUTPUT_REGISTRY, PredictorOutput
+from fastamp.inference.search_terms import SearchTerm
 from fastamp.inference.similarity import Comparison, sample_pair_scores
 from fastamp.layers.distance import pairwise_distance
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.gallery import Conditions, Gallery
 from fastamp.retrieval.model_id import ModelId, check_same_model
-from fastamp.retrieval.search import SearchResult, decide, rows_with_attributes, search, search_attributes
+from fastamp.retrieval.search import SearchResult, decide, search, search_by_scores
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 
 
@@ -73,14 +76,9 @@ class FeatureModel(ABC):
         return Protocol()
 
     @property
-    def attribute_names(self) -> tuple[str, ...]:
-        """Names of the attributes that the model recognizes; () for none."""
-        return ()
-
-    @property
-    def attribute_threshold(self) -> float:
-        """Probability in 0..1 from which an attribute is predicted. Default: 0.5."""
-        return 0.5
+    def outputs(self) -> Mapping[str, PredictorOutput]:
+        """Outputs of the model other than its features: name -> output. Default: none."""
+        return {}
 
     @property
     def default_modality(self) -> str:
@@ -222,7 +220,7 @@ class FeatureModel(ABC):
         *,
         effort: int | None = None,
         exact: bool = False,
-        attributes: str = "",
+        terms: Sequence[SearchTerm] = (),
         conditions: Conditions | None = None,
         color: str = "rgb",
         camids: Sequence[int] | None = None,
@@ -232,12 +230,11 @@ class FeatureModel(ABC):
         """Search for the nearest gallery images of each query.
 
         Args:
-            query: one or more images, see ``features``. None: rank all gallery images by ``attributes``.
+            query: one or more images, see ``features``. None: rank the gallery images by ``terms``.
             gallery: gallery, or the path of one: see ``open_source``.
             k: number of results per query; limited to the size of the gallery. Default: 10.
             effort, exact: see ``fastamp.retrieval.search.search``.
-            attributes: attributes of the gallery images to compare with, e.g. ``"red upper, hat"``, predicted with a
-                probability of at least TEST.THRES, for a model of FastAttr. Default: "", all gallery images.
+            terms: conditions of plugins that the gallery images must meet. Default: none.
             conditions: conditions that the gallery images must meet. Default: None, all images.
             color: see ``features``.
             camids, viewids, modality: cameras, views and modalities of the queries, see ``features``.
@@ -248,9 +245,9 @@ class FeatureModel(ABC):
         Raises:
             TypeError: if ``gallery`` is neither a gallery nor a path.
             DataError: if an image or the gallery cannot be read, the gallery is of a different model, or no gallery
-                image has the attributes.
-            ConfigError: if ``k`` or ``effort`` is below 1, the model does not recognize the attributes, or the gallery
-                has no values for ``conditions``; see also ``features``.
+                image meets the terms.
+            ConfigError: if ``k`` or ``effort`` is below 1, there are neither queries nor terms, or the gallery has no
+                values for ``terms`` or ``conditions``; see also ``features``.
         """
         if isinstance(gallery, (str, os.PathLike)):
             gallery = open_source(gallery, self)
@@ -260,24 +257,30 @@ class FeatureModel(ABC):
                 "  fix: pass the output file of `fastamp extract`, or the result of open_gallery"
             )
         check_same_model(gallery.path, gallery.model, self.config_hash, self.checkpoint)
-        if attributes:
-            self.require_attributes()
+        limited = None if conditions == Conditions() else conditions
         if query is None:
-            return search_attributes(attributes, gallery, k)
+            if not terms:
+                raise ConfigError("a search without queries needs terms.\n  fix: pass at least one query, or terms")
+            scores = np.prod([term.scores(gallery) for term in terms], axis=0)
+            rows = gallery.rows_where(limited) if limited else None
+            return search_by_scores(scores, gallery, k, metric=", ".join(term.name for term in terms), rows=rows)
         features = self.require_features(query, color=color, camids=camids, viewids=viewids, modality=modality)
         where: Conditions | np.ndarray | None = conditions
-        if attributes:
-            where = rows_with_attributes(attributes, gallery, self.attribute_threshold)
-            if conditions is not None and conditions != Conditions():
-                where = np.intersect1d(where, gallery.rows_where(conditions))
+        if terms:
+            accepted = [term.rows(gallery) for term in terms]
+            if limited:
+                accepted.append(gallery.rows_where(limited))
+            where = functools.reduce(np.intersect1d, accepted)
         result = search(features, gallery, k, effort=effort, exact=exact, where=where)
         return replace(result, decision=decide(result, self.calibration))
 
-    def require_attributes(self) -> tuple[str, ...]:
-        """Return ``attribute_names``; raise ConfigError if the model does not recognize attributes."""
-        if not self.attribute_names:
-            raise ConfigError(
-                f"{self.checkpoint}: the model does not recognize attributes.\n"
-                "  fix: use a checkpoint of FastAttr, which has attributes"
-            )
-        return self.attribute_names
+    def require_output(self, name: str) -> PredictorOutput:
+        """Return an output of the model.
+
+        Raises:
+            ConfigError: if there is no output of this name, or the model does not have it.
+        """
+        if name not in self.outputs:
+            fix = OUTPUT_REGISTRY.get(name).fix
+            raise ConfigError(f"{self.checkpoint}: the model has no output {name!r}.\n  fix: {fix}")
+        return self.outputs[name]

@@ -25,8 +25,8 @@ from fastamp.feature_pass import extract_features
 from fastamp.inference.extract import extract
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Image, as_list, crop_frame
+from fastamp.inference.outputs import OUTPUT_REGISTRY, PredictorOutput
 from fastamp.modeling import load_model
-from fastamp.modeling.heads import ClasHead
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 from fastamp.utils.files import expand
 from fastamp.utils.logger import log_to_console
@@ -136,10 +136,11 @@ class Predictor(FeatureModel):
         """Modalities in the order of their numbers; () for models without a stem for each modality."""
         return tuple(self.cfg.DATASETS.CATEGORIES[self.modality_column]) if self.modality_column else ()
 
-    @property
-    def attribute_names(self) -> tuple[str, ...]:
-        """Names of the attributes that a model of FastAttr recognizes; () for other models."""
-        return tuple(self.cfg.MODEL.ATTRIBUTES.NAMES) if hasattr(self.model, "features_and_attributes") else ()
+    @cached_property
+    def outputs(self) -> dict[str, PredictorOutput]:
+        """Outputs of the model other than its features: name -> output."""
+        built = {name: OUTPUT_REGISTRY.get(name).from_model(self.model, self.cfg) for name in OUTPUT_REGISTRY}
+        return {name: output for name, output in built.items() if output is not None}
 
     @property
     def default_modality(self) -> str:
@@ -149,11 +150,6 @@ class Predictor(FeatureModel):
     def extract_folder(self, folder: Path, out: Path) -> list[str]:
         """Extract the images in a folder to a file, and return the error messages of unreadable images."""
         return extract(self, folder, out, skip_corrupt=True)[1]
-
-    @property
-    def attribute_threshold(self) -> float:
-        """``TEST.THRES``, probability in 0..1 from which an attribute is predicted."""
-        return float(self.cfg.TEST.THRES)
 
     @cached_property
     def config_hash(self) -> str:
@@ -234,8 +230,9 @@ class Predictor(FeatureModel):
         ids = {"camids": camids, "viewids": viewids, "modality": modality}
         return self._compute(images, self.features_of_batch, boxes=boxes, color=color, ids=ids)
 
-    def attributes(
+    def predict(
         self,
+        output: str,
         images: Image | Sequence[Image],
         *,
         boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None = None,
@@ -244,71 +241,28 @@ class Predictor(FeatureModel):
         viewids: Sequence[int] | None = None,
         modality: str | Sequence[str] | None = None,
     ) -> list[dict[str, float]]:
-        """Compute the probabilities of the attributes of images, or of boxes in one frame, of a model of FastAttr.
+        """Compute an output of the model other than its features, of images or of boxes in one frame.
 
         Args:
+            output: name of the output in ``OUTPUT_REGISTRY``, e.g. ``"attributes"``.
             images, boxes, color, camids, viewids, modality: see ``features``.
 
         Returns:
-            For each image or box: name of an attribute, e.g. ``"upper_color=red"`` -> probability in 0..1, NaN for an
-            image without pixels.
+            For each image or box: name -> value, e.g. ``"upper_color=red"`` -> probability in 0..1; NaN for an image
+            without pixels.
 
         Raises:
-            ConfigError: if the model does not recognize attributes; see also ``features``.
+            ConfigError: if the model does not have the output; see also ``features``.
             DataError: see ``features``.
         """
-        names = self.require_attributes()
+        found = self.require_output(output)
         ids = {"camids": camids, "viewids": viewids, "modality": modality}
 
         def compute(batch: dict[str, Any]) -> Tensor:
-            return self.features_and_attributes_of_batch(batch)[1]
+            return self._features_and_values(batch, found)[1]
 
-        probabilities = self._compute(images, compute, boxes=boxes, color=color, ids=ids, width=len(names))
-        return [dict(zip(names, row, strict=True)) for row in probabilities.tolist()]
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Names of the classes that a classifier of FastClas distinguishes; () for other models."""
-        classifies = isinstance(getattr(self.model, "heads", None), ClasHead)
-        return tuple(getattr(self.cfg.DATASETS, "CLASSES", ())) if classifies else ()
-
-    def classify(
-        self,
-        images: Image | Sequence[Image],
-        *,
-        boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None = None,
-        color: str = "rgb",
-    ) -> list[dict[str, float]]:
-        """Compute the probabilities of the classes of images, or of boxes in one frame, of a classifier of FastClas.
-
-        Args:
-            images, boxes, color: see ``features``.
-
-        Returns:
-            For each image or box: class name -> probability in 0..1, the most probable first; NaN for an image without
-            pixels.
-
-        Raises:
-            ConfigError: if the model is not a classifier with class names, or has another number of classes; see also
-                ``features``.
-            DataError: see ``features``.
-        """
-        names = self.class_names
-        if not names:
-            raise ConfigError(
-                f"{self.checkpoint}: the model ({self.cfg.MODEL.HEADS.NAME}) is not a classifier with class names.\n"
-                "  fix: use a model of FastClas; for weights without class names, set DATASETS.CLASSES to the names in "
-                "the order of the labels"
-            )
-        logits = self.features(images, boxes=boxes, color=color)
-        if logits.shape[1] != len(names):
-            raise ConfigError(
-                f"DATASETS.CLASSES has {len(names)} names, but the model has {logits.shape[1]} classes.\n"
-                "  fix: set DATASETS.CLASSES to the names of all classes in the order of the labels"
-            )
-        return [
-            dict(sorted(zip(names, row, strict=True), key=lambda pair: -pair[1])) for row in logits.softmax(1).tolist()
-        ]
+        values = self._compute(images, compute, boxes=boxes, color=color, ids=ids, width=len(found.names))
+        return [found.named(row) for row in values.tolist()]
 
     def _compute(
         self,
@@ -458,31 +412,37 @@ class Predictor(FeatureModel):
             )
         return features
 
-    def features_and_attributes_of_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Extract the features of a preprocessed batch, and the probabilities of its attributes.
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of the values that an extraction stores, of all outputs of the model."""
+        return tuple(name for output in self.outputs.values() if output.stored for name in output.names)
+
+    def features_and_values_of_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Extract the features of a preprocessed batch, and the values that an extraction stores.
 
         Args:
             batch: see ``features_of_batch``.
 
         Returns:
-            (B, D) and (B, A) float32 on the model's device; A is the number of ``attribute_names``.
+            (B, D) and (B, A) float32 on the model's device; A is the number of ``stored_names``.
 
         Raises:
-            DataError: if a feature or a probability is not finite.
+            DataError: if a feature or a value is not finite.
         """
-        if not self.attribute_names:
+        found = [self._features_and_values(batch, output) for output in self.outputs.values() if output.stored]
+        if not found:
             features = self.features_of_batch(batch)
             return features, features.new_empty(len(features), 0)
+        return found[0][0], torch.cat([values for _, values in found], dim=1)
 
-        model: Any = self.model
-
+    def _features_and_values(self, batch: dict[str, Any], output: PredictorOutput) -> tuple[Tensor, Tensor]:
         def compute_both(batch: dict[str, Any]) -> Tensor:
-            return torch.cat([to_float32(output) for output in model.features_and_attributes(batch)], dim=1)
+            return torch.cat([to_float32(tensor) for tensor in output.compute(self.model, batch)], dim=1)
 
         both: Any = compute_both  # extract_features calls a model or a function
-        values = self._check_finite(extract_features(both, batch, self.policy, self.cfg.TEST.FLIP.ENABLED))
-        count = len(self.attribute_names)
-        return values[:, :-count], values[:, -count:]
+        tensor = self._check_finite(extract_features(both, batch, self.policy, self.cfg.TEST.FLIP.ENABLED))
+        count = len(output.names)
+        return tensor[:, :-count], output.finish(tensor[:, -count:])
 
     def camera_view_ids(self, count: int, **given: Sequence[int] | np.ndarray | None) -> dict[str, Tensor]:
         """Validate cameras and views and convert them to model inputs, one per image; see ``features``.

@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+VALUE_PREFIX = "probability."
+"""Prefix of the columns with the values of a model's outputs, e.g. ``probability.hat``; see ``PredictorOutput``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageColumns:
@@ -20,7 +23,7 @@ class ImageColumns:
             None if each image is an entire file.
         cameras: (N,) str, cameras as named in the dataset; None if they have no names besides ``camids``.
         further: further columns of the dataset: name -> (N,) int64, float64 or str, or (N, L) numbers. A missing value
-            is -1, NaN or "". Models with attributes add their probabilities, ``probability.NAME`` -> (N,) float32.
+            is -1, NaN or "". The outputs of a model add their values, ``probability.NAME`` -> (N,) float32.
     """
 
     paths: np.ndarray

@@ -1,4 +1,4 @@
-"""Search of a gallery: the nearest images of features, images with attributes, and decisions on unknown identities."""
+"""Search of a gallery: the nearest images of features, or the best scores, and decisions on unknown identities."""
 
 import logging
 from dataclasses import dataclass
@@ -7,11 +7,10 @@ import numpy as np
 from torch import Tensor
 
 from fastamp.evaluation.calibration import Calibration
-from fastamp.retrieval.attribute_search import attribute_columns, has_attributes, parse_query, score
 from fastamp.retrieval.columns import ImageColumns
 from fastamp.retrieval.gallery import Conditions, Gallery
 from fastamp.retrieval.vectors import as_features, normalized
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +40,10 @@ class SearchResult:
     """The k nearest gallery images for each of Q queries, nearest first.
 
     Attributes:
-        scores: (Q, k) float32, cosine similarities in -1..1, Euclidean distances, or probabilities of attributes.
+        scores: (Q, k) float32, cosine similarities in -1..1, Euclidean distances, or scores of search terms in 0..1.
         rows: (Q, k) int64, indices in the gallery.
         images: columns (Q, k) of the images.
-        metric: ``"cosine"``, ``"euclidean"`` or ``"attributes"``.
+        metric: ``"cosine"``, ``"euclidean"`` or the names of search terms.
         searched: number of gallery images that the queries were compared with.
         decision: decisions of a calibrated model, see ``decide``. Default: None.
     """
@@ -100,46 +99,28 @@ def search(
         return SearchResult(scores, found, gallery.columns_of(found), gallery.model.metric, searched)
 
 
-def search_attributes(query: str, gallery: Gallery, k: int = 10) -> SearchResult:
-    """Search for the gallery images with attributes, by the product of their probabilities.
+def search_by_scores(
+    scores: np.ndarray, gallery: Gallery, k: int = 10, *, metric: str, rows: np.ndarray | None = None
+) -> SearchResult:
+    """Rank gallery images by given scores, such as the probability of an attribute.
 
     Args:
-        query: attributes separated by commas, e.g. ``"red upper, hat"``, see ``parse_query``.
+        scores: (N,) float, larger for better images.
         gallery: gallery to search.
-        k: number of results; limited to the size of the gallery. Default: 10.
+        k: number of results; limited to the number of images. Default: 10.
+        metric: name of the scores.
+        rows: (M,) int64, images to rank. Default: None, all images.
 
     Returns:
-        Result of one query, with ``metric`` ``"attributes"``.
+        Result of one query.
 
     Raises:
-        ConfigError: if ``k`` is below 1, the gallery has no attributes, or none matches a term.
+        ConfigError: if ``k`` is below 1.
     """
     _check_positive(k, None)
-    probabilities = attribute_columns(gallery.columns, gallery.path)
-    scores = score(probabilities, parse_query(query, tuple(probabilities)))
-    rows = np.argsort(-scores, kind="stable")[None, :k]
-    return SearchResult(scores[rows].astype(np.float32), rows, gallery.columns_of(rows), "attributes", len(gallery))
-
-
-def rows_with_attributes(query: str, gallery: Gallery, threshold: float) -> np.ndarray:
-    """Return the rows (M,) int64 of the gallery images with attributes.
-
-    Args:
-        query, gallery: see ``search_attributes``.
-        threshold: probability in 0..1 from which an attribute is predicted.
-
-    Raises:
-        ConfigError: see ``search_attributes``.
-        DataError: if no image has the attributes.
-    """
-    probabilities = attribute_columns(gallery.columns, gallery.path)
-    rows = np.flatnonzero(has_attributes(probabilities, parse_query(query, tuple(probabilities)), threshold))
-    if not len(rows):
-        raise DataError(
-            f"none of the {len(gallery)} gallery images has the attributes {query!r} with a probability of at least "
-            f"{threshold:g}.\n  fix: name fewer attributes, or decrease TEST.THRES"
-        )
-    return rows
+    rows = np.arange(len(scores)) if rows is None else rows
+    found = rows[np.argsort(-scores[rows], kind="stable")][None, :k]
+    return SearchResult(scores[found].astype(np.float32), found, gallery.columns_of(found), metric, len(rows))
 
 
 def decide(result: SearchResult, calibration: Calibration | None) -> Decision | None:

@@ -5,10 +5,8 @@ import os
 import pickle
 import warnings
 import zipfile
-from pathlib import Path
 
 import numpy as np
-import preloaded
 import pytest
 import torch
 from torch import nn
@@ -22,6 +20,7 @@ from fastamp.checkpoint.weights_file import (
     state_dict_in,
     write_checkpoint,
 )
+from fastamp.cli import main
 from fastamp.utils.errors import WeightsError
 
 
@@ -415,13 +414,11 @@ def test_torchscript_archives_are_rejected_with_a_working_fix(tmp_path, recwarn,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.script(nn.Sequential(*parts)), tmp_path / "model.pt")
-    with pytest.raises(WeightsError, match=r"model\.pt .*TorchScript(.|\n)*convert_clip\.py"):
+    with pytest.raises(WeightsError, match=r"model\.pt .*TorchScript(.|\n)*convert-clip"):
         read_checkpoint(tmp_path / "model.pt")
     assert not recwarn.list
     # The suggested fix works.
-    script = Path(__file__).parents[2] / "projects/CLIPReID/convert_clip.py"
-    process = preloaded.run(script, tmp_path / "model.pt", tmp_path / "weights.pth")
-    assert process.returncode == 0, process.stderr
+    assert main(["convert-clip", str(tmp_path / "model.pt"), str(tmp_path / "weights.pth")]) == 0
     assert {"0.weight", "0.bias"} <= read_checkpoint(tmp_path / "weights.pth").keys()
 
 

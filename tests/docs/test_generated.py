@@ -11,7 +11,7 @@ from markdown_text import escape
 from pages import notebook, top_level_file
 from recipes_table import MARKER, recipes_table
 
-from fastamp.cli import COMMANDS, command_parser
+from fastamp.cli import command_parser, commands
 from fastamp.config.defaults import KEYS
 from fastamp.config.recipes import list_recipes
 
@@ -46,8 +46,8 @@ def test_config_key_has_default_choices_aliases_and_recipes(config):
 
 def test_each_command_has_its_arguments_and_examples():
     page = commands_page()
-    assert set(COMMANDS) <= anchors(page)
-    for command in set(COMMANDS) - {"help", "version"}:
+    assert set(commands()) <= anchors(page)
+    for command in set(commands()) - {"help", "version"}:
         options = {option for action in command_parser(command)._actions for option in action.option_strings}
         assert [option for option in options - {"-h", "--help"} if option not in entry(page, command)] == []
     assert "fastamp train logs/run --resume\n" in entry(page, "train")

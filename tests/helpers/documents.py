@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from fastamp.cli import COMMANDS, command_parser
+from fastamp import cli
 from fastamp.cli.options import parse_arguments
 from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
@@ -265,13 +265,13 @@ def _parse(command: Command) -> argparse.Namespace:
         name, *rest = arguments or ["help"]
         if name in ("help", "version", "--version"):
             return argparse.Namespace()
-        if name not in COMMANDS:
+        if name not in cli.commands():
             print(f"unknown command {name!r}", file=sys.stderr)
             raise SystemExit(2)
-        return parse_arguments(command_parser(name), rest)
+        return parse_arguments(cli.command_parser(name), rest)
     path = ROOT / command.program
     alias = re.search(r'run_command\("([\w-]+)"', path.read_text(encoding="utf-8"))
-    return parse_arguments(command_parser(alias[1]), arguments) if alias else _parse_script(path, arguments)
+    return parse_arguments(cli.command_parser(alias[1]), arguments) if alias else _parse_script(path, arguments)
 
 
 class _Parsed(Exception):

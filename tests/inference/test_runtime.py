@@ -172,7 +172,7 @@ def test_comparison_and_search_equal_those_of_the_checkpoint(exported, predictor
     with pytest.raises(ConfigError, match="camids"):
         exported.compare(*queries[:2], camids=[0, 1])
     with pytest.raises(ConfigError, match="attributes"):
-        exported.require_attributes()
+        exported.require_output("attributes")
 
 
 @pytest.mark.integration

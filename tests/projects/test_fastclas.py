@@ -78,12 +78,12 @@ def test_training_evaluation_resume_and_prediction(folder, tmp_path):
     results = trainer.train()
     assert set(results) == {"Acc@1", "metric", "baselines"} and results["Acc@1"] == 100.0
     predictor = Predictor(run)
-    assert predictor.class_names == ORDER
+    assert predictor.outputs["classes"].names == ORDER
     images = RankedImages(predictor, "ClassFolder", limit=0)
     rows = images.features(lambda batch: predictor.features_of_batch(batch))
     assert sum(map(len, rows)) == 9 and images.mean_average_precision(rows) is None
     image = Image.new("RGB", (50, 80), COLORS["9 red"])
-    (found,) = predictor.classify(image)
+    (found,) = predictor.predict("classes", image)
     assert next(iter(found)) == "9 red" and set(found) == set(ORDER)
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert sum(found.values()) == pytest.approx(1)
@@ -189,11 +189,11 @@ def test_checkpoint_of_fastreid_is_evaluated_and_used_with_class_names(folder, t
     assert DefaultTrainer.test_weights(cfg) == expected
     image = Image.new("RGB", (50, 80), COLORS["blue"])
     with pytest.raises(ConfigError, match="DATASETS.CLASSES"):
-        Predictor(cfg).classify(image)
+        Predictor(cfg).predict("classes", image)
     with pytest.raises(ConfigError, match="DATASETS.CLASSES.* 2 .* 3 "):
-        Predictor(cfg.with_values({"DATASETS.CLASSES": ("a", "b")})).classify(image)
-    named = Predictor(cfg.with_values({"DATASETS.CLASSES": ORDER})).classify([image, image])
-    assert named == Predictor(run / "model_final.pth").classify([image, image])
+        Predictor(cfg.with_values({"DATASETS.CLASSES": ("a", "b")})).predict("classes", image)
+    named = Predictor(cfg.with_values({"DATASETS.CLASSES": ORDER})).predict("classes", [image, image])
+    assert named == Predictor(run / "model_final.pth").predict("classes", [image, image])
 
 
 @pytest.mark.parametrize(

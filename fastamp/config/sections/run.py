@@ -7,7 +7,7 @@ KEYS = (
     Key(
         "PROJECTS",
         (),
-        "Projects of fastamp whose components and keys this config uses, e.g. FastAttr; recipes of a project set it.",
+        "Projects of fastamp whose components and keys this config uses; recipes of a project set it.",
         of=str,
     ),
     Key(

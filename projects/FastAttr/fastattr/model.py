@@ -178,6 +178,8 @@ class JointAttrBaseline(_AttributeModel):
 
 def _check_losses(cfg: CfgNode, expected: tuple[str, ...] | None) -> None:
     names = tuple(cfg.MODEL.LOSSES.NAME)
+    if not names:  # for inference
+        return
     if BCE not in names or (expected is not None and names != expected):
         raise ConfigError(
             f"MODEL.META_ARCHITECTURE={cfg.MODEL.META_ARCHITECTURE} requires MODEL.LOSSES.NAME "

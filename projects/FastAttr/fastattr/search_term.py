@@ -1,14 +1,61 @@
 """Search of images by attributes, e.g. ``red`` or ``upper_color=red, hat=cap``."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from fastamp.inference.feature_model import FeatureModel
+from fastamp.inference.search_terms import SearchTerm
+from fastamp.retrieval.columns import VALUE_PREFIX
+from fastamp.retrieval.gallery import Gallery
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
+from fastattr.output import AttributeProbabilities
 
-PROBABILITY_PREFIX = "probability."
-"""Prefix of the columns of an extraction with the probabilities of attributes, e.g. ``probability.hat``."""
+
+class AttributeTerm(SearchTerm):
+    """Images with attributes, e.g. ``"red upper, hat"``: words of the names of attributes, separated by commas.
+
+    Args:
+        text: see ``parse_query``.
+        names: names of the attributes of the model.
+        threshold: probability in 0..1 from which an attribute is predicted, ``TEST.THRES``.
+
+    Raises:
+        ConfigError: see ``parse_query``.
+    """
+
+    name = "attributes"
+
+    def __init__(self, text: str, names: Sequence[str], threshold: float) -> None:
+        self.text, self.threshold = text, threshold
+        self.query = parse_query(text, names)
+
+    @classmethod
+    def from_model(cls, text: str, model: FeatureModel) -> "AttributeTerm":
+        """Build the term with the attributes of the model."""
+        output = model.require_output("attributes")
+        assert isinstance(output, AttributeProbabilities)
+        return cls(text, output.names, output.threshold)
+
+    def rows(self, gallery: Gallery) -> np.ndarray:
+        """Return the images with the attributes, each with a probability of at least the threshold."""
+        probabilities = attribute_columns(gallery.columns, gallery.path)
+        rows = np.flatnonzero(has_attributes(probabilities, self.query, self.threshold))
+        if not len(rows):
+            raise DataError(
+                f"none of the {len(gallery)} gallery images has the attributes {self.text!r} with a probability of at "
+                f"least {self.threshold:g}.\n  fix: name fewer attributes, or decrease TEST.THRES"
+            )
+        return rows
+
+    def scores(self, gallery: Gallery) -> np.ndarray:
+        """Return the products of the probabilities of the attributes."""
+        return score(attribute_columns(gallery.columns, gallery.path), self.query)
+
+    def columns(self) -> Collection[str]:
+        """Return the columns with the probabilities of the attributes."""
+        return {VALUE_PREFIX + name for names in self.query for name in names}
 
 
 def attribute_columns(columns: Mapping[str, np.ndarray], source: object) -> dict[str, np.ndarray]:
@@ -25,8 +72,9 @@ def attribute_columns(columns: Mapping[str, np.ndarray], source: object) -> dict
         ConfigError: if there are no attributes.
         DataError: if a column is not (N,) float.
     """
-    prefix = PROBABILITY_PREFIX
-    attributes = {name.removeprefix(prefix): values for name, values in columns.items() if name.startswith(prefix)}
+    attributes = {
+        name.removeprefix(VALUE_PREFIX): values for name, values in columns.items() if name.startswith(VALUE_PREFIX)
+    }
     if not attributes:
         raise ConfigError(
             f"{source} has no attributes.\n  fix: extract the features again with a model of FastAttr, or search "
