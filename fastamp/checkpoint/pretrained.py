@@ -10,7 +10,6 @@ from urllib.parse import urlparse
 
 import torch
 from torch import nn
-from torchvision.models import get_model_weights
 
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.state_dict_conversion import backbone_names
@@ -30,6 +29,8 @@ class TorchvisionWeights:
     @property
     def url(self) -> str:
         """Download URL of the weights."""
+        from torchvision.models import get_model_weights
+
         return get_model_weights(self.name)[self.version].url
 
     def __str__(self) -> str:

@@ -1,14 +1,17 @@
 """Decode image files to uint8 tensors: grayscale, RGB or RGBA."""
 
+import contextlib
 import errno
+import importlib.util
 import io
 import logging
 import os
 import re
 import struct
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Event, Lock
 from typing import Any, NamedTuple
 
@@ -22,12 +25,23 @@ from fastamp.data.file_parts import read_bytes
 from fastamp.data.jpeg_warnings import named_warnings
 from fastamp.utils.errors import DataError
 
-try:
-    from torchvision.io import ImageReadMode
-    from torchvision.io import decode_image as torchvision_decode
-except ImportError:
-    # torchvision 0.29 announces the removal of its decoders.
-    torchvision_decode = None
+
+def _load_torchvision_decoder() -> Callable[[Tensor, int, bool], Tensor] | None:
+    """Load torchvision's decoder from its library, because importing torchvision takes as long as importing PyTorch.
+
+    torchvision 0.29 announces the removal of its decoders; PIL decodes the images if the library is missing.
+    """
+    package = importlib.util.find_spec("torchvision")
+    for library in Path(package.origin).parent.glob("image*.so") if package and package.origin else ():
+        with contextlib.suppress(OSError):  # built for another version of PyTorch
+            torch.ops.load_library(library)
+            decode: Callable[[Tensor, int, bool], Tensor] = torch.ops.image.decode_image
+            return decode
+    return None
+
+
+torchvision_decode = _load_torchvision_decoder()
+_RGB = 3  # torchvision's ImageReadMode.RGB
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +192,7 @@ def _decode_full_image(
         try:
             encoded = torch.frombuffer(content, dtype=torch.uint8)
             with named_warnings(path):
-                image = torchvision_decode(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+                image = torchvision_decode(encoded, _RGB, True)
         except RuntimeError:
             image = _decode_with_pil(content, path, "RGB", max_pixels)
     return _luma(image) if channels == 1 else image

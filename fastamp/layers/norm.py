@@ -2,29 +2,24 @@
 
 import torch
 from torch import nn
-from torchvision import ops
 
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 
-NORM_REGISTRY = Registry("MODEL.BACKBONE.NORM / MODEL.HEADS.NORM")
-NORM_REGISTRY.register("BN")(nn.BatchNorm2d)
-# Spelled as in FastReID and as in PyTorch.
-NORM_REGISTRY.register("syncBN")(nn.SyncBatchNorm)
-NORM_REGISTRY.register("SyncBN")(nn.SyncBatchNorm)
-# FastReID does not split the batch, so that its GhostBN equals batch norm.
-NORM_REGISTRY.register("GhostBN")(nn.BatchNorm2d)
+NORM_REGISTRY = Registry(
+    "MODEL.BACKBONE.NORM / MODEL.HEADS.NORM",
+    {
+        "BN": nn.BatchNorm2d,
+        # Spelled as in FastReID and as in PyTorch.
+        "syncBN": nn.SyncBatchNorm,
+        "SyncBN": nn.SyncBatchNorm,
+        # FastReID does not split the batch, so that its GhostBN equals batch norm.
+        "GhostBN": nn.BatchNorm2d,
+    },
+    modules=("fastamp.layers.frozen_norm",),
+)
 
 _GROUPS = 32
-
-
-@NORM_REGISTRY.register("FrozenBN")
-class FrozenBatchNorm2d(ops.FrozenBatchNorm2d):
-    """Batch norm with constant statistics, weight and bias, which are buffers."""
-
-    def equal_on_all_ranks(self) -> tuple[str, ...]:
-        """Return the names of the buffers that are equal on all ranks: all."""
-        return ("weight", "bias", "running_mean", "running_var")
 
 
 @NORM_REGISTRY.register("GN")

@@ -1,9 +1,10 @@
 """Registry of components that a config selects by name."""
 
+import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from fastamp.utils.errors import ConfigError, did_you_mean
@@ -47,6 +48,8 @@ class Registry:
     Args:
         kind: config key that selects the component, for error messages, e.g. ``"MODEL.BACKBONE.NAME"``.
         components: dict that holds the components. Default: a new dict.
+        modules: modules of fastamp that register further components; imported if a name is not found, or to list the
+            names. Default ().
         replaces_built_in: whether a component from outside fastamp replaces, with a warning, one of fastamp of the same
             name. Default False: that is an error.
         contract: class with the optional members of a component and their defaults; a component that lacks one gets it
@@ -69,10 +72,12 @@ class Registry:
         kind: str,
         components: dict[str, Any] | None = None,
         *,
+        modules: Sequence[str] = (),
         replaces_built_in: bool = False,
         contract: type = object,
     ) -> None:
-        self.kind, self._replaces_built_in, self._contract = kind, replaces_built_in, contract
+        self.kind, self._modules = kind, modules
+        self._replaces_built_in, self._contract = replaces_built_in, contract
         self._components = {} if components is None else components
         _REGISTRIES.append(self)
 
@@ -93,6 +98,8 @@ class Registry:
 
         def add(component: Any) -> Any:
             key = name or component.__name__
+            if not _is_built_in(component):
+                self._import_modules()
             if key in self._components:
                 self._check_replaceable(key, component)
             self._components[key] = adopt(component, self._contract)
@@ -147,12 +154,21 @@ class Registry:
 
     def __contains__(self, name: str) -> bool:
         if name not in self._components:
-            load_installed_plugins()
+            self._import_all()
         return name in self._components
 
     def __iter__(self) -> Iterator[str]:
-        load_installed_plugins()
+        self._import_all()
         return iter(sorted(self._components))
+
+    def _import_all(self) -> None:
+        self._import_modules()
+        load_installed_plugins()
+
+    def _import_modules(self) -> None:
+        modules, self._modules = self._modules, ()
+        for module in modules:
+            importlib.import_module(module)
 
 
 def _source(component: Any) -> tuple[str, str]:

@@ -9,6 +9,26 @@ from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.registry import DuplicateNameError, Registry
 
 
+def test_modules_are_imported_if_a_name_is_not_found(monkeypatch, tmp_path):
+    (tmp_path / "module_with_late.py").write_text(
+        "import fastamp\ndef build_late(cfg): return 'late'\n"
+        "build_late.__module__ = 'fastamp.late'\nfastamp.registry.register()(build_late)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    registry = Registry("MODEL.LATE", {"here": str}, modules=("module_with_late",))
+    monkeypatch.setattr("fastamp.registry", registry, raising=False)
+    assert "here" in registry and "module_with_late" not in sys.modules
+    assert list(registry) == ["build_late", "here"] and registry.build("build_late", None) == "late"
+    del sys.modules["module_with_late"]
+    other = Registry("MODEL.LATER", modules=("module_with_late",))
+    monkeypatch.setattr("fastamp.registry", other)
+
+    def build_late(cfg): ...
+
+    with pytest.raises(DuplicateNameError, match="build_late"):  # found before the module is needed
+        other.register()(build_late)
+
+
 def test_registered_components_are_found_and_built_by_name():
     registry = Registry("MODEL.THING")
 

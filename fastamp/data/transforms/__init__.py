@@ -1,6 +1,5 @@
 """Image transforms on uint8 tensors."""
 
-from fastamp.data.transforms import color, erasing, torchvision_ops  # noqa: F401  register their transforms
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
 from fastamp.data.transforms.build import Transforms, build_transforms
 from fastamp.data.transforms.geometry import Resize

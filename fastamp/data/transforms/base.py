@@ -11,7 +11,8 @@ from fastamp.config import CfgNode
 from fastamp.data.keyed_random import keyed_uniforms
 from fastamp.utils.registry import Registry
 
-TRANSFORM_REGISTRY = Registry("INPUT")
+_MODULES = ("color", "erasing", "geometry", "torchvision_ops")
+TRANSFORM_REGISTRY = Registry("INPUT", modules=[f"fastamp.data.transforms.{name}" for name in _MODULES])
 
 Parameters = dict[str, Tensor]
 

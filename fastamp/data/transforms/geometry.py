@@ -1,14 +1,11 @@
 """Geometric transforms: resizing, cropping, flipping and padding."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional
 
 from fastamp.config import CfgNode, Key, crop_size, input_size
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, on_device
@@ -59,12 +56,6 @@ KEYS = (
 )
 
 _ATTEMPTS = 10
-_MODES = {
-    "bicubic": InterpolationMode.BICUBIC,
-    "bilinear": InterpolationMode.BILINEAR,
-    # torchvision's NEAREST differs from PIL, which samples at pixel centers.
-    "nearest": InterpolationMode.NEAREST_EXACT,
-}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -98,29 +89,22 @@ class Resize:
         """Return the resized and cropped (C, H, W) uint8 image."""
         if self.size not in ((0,), tuple(image.shape[-2:])):
             image = self._resize(image)
-        return image if self.crop is None else functional.center_crop(image, list(self.crop))
+        if self.crop is None:
+            return image
+        from torchvision.transforms.v2 import functional  # its import takes as long as that of PyTorch
+
+        return functional.center_crop(image, list(self.crop))
 
     def _resize(self, image: Tensor) -> Tensor:
         is_cpu_image = image.ndim == 3 and image.device.type == "cpu" and image.dtype == torch.uint8
-        if is_cpu_image and len(self.size) == 2 and _has_uint8_operator(self.interpolation):
+        if is_cpu_image and len(self.size) == 2 and self.interpolation == "bicubic":
             # The same operator as in torchvision, whose checks take 0.1 ms for a single image between other work.
             return F.interpolate(image[None], size=self.size, mode=self.interpolation, antialias=True)[0]
-        return functional.resize(image, list(self.size), interpolation=_MODES[self.interpolation], antialias=True)
+        from torchvision.transforms.v2 import InterpolationMode, functional
 
-
-@cache
-def _has_uint8_operator(interpolation: str) -> bool:
-    """Return True if torchvision resizes uint8 images without conversion to float32 on this CPU.
-
-    This depends on the version of torchvision and on the instructions of the CPU. The rounding of both ways differs.
-    """
-    if interpolation not in ("bilinear", "bicubic"):
-        return False
-    image = torch.randint(256, (3, 64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    expected = functional.resize(image, [48, 24], interpolation=_MODES[interpolation], antialias=True)
-    resized = F.interpolate(image[None], size=(48, 24), mode=interpolation, antialias=True)[0]
-    in_float32 = F.interpolate(image[None].float(), size=(48, 24), mode=interpolation, antialias=True)[0]
-    return torch.equal(resized, expected) and not torch.equal(in_float32.round().clamp(0, 255), expected.float())
+        # torchvision's nearest differs from PIL, which samples at pixel centers.
+        mode = "nearest-exact" if self.interpolation == "nearest" else self.interpolation
+        return functional.resize(image, list(self.size), interpolation=InterpolationMode(mode), antialias=True)
 
 
 @TRANSFORM_REGISTRY.register("FLIP")

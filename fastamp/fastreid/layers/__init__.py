@@ -12,7 +12,8 @@ from torchvision.ops import StochasticDepth, stochastic_depth
 from fastamp.fastreid.layers import any_softmax
 from fastamp.layers import norm as norms
 from fastamp.layers.attention import NonLocal, SELayer
-from fastamp.layers.norm import FrozenBatchNorm2d, build_norm
+from fastamp.layers.frozen_norm import FrozenBatchNorm2d
+from fastamp.layers.norm import build_norm
 from fastamp.layers.pooling import (
     AdaptiveAvgMaxPool,
     ClipGlobalAvgPool,

@@ -1,21 +1,5 @@
 """Backbones, which map normalized images (B, C, H, W) to feature maps (B, D, h, w)."""
 
-from fastamp.modeling.backbones import (  # noqa: F401  register their backbones
-    clip,
-    clip_resnet,
-    efficientnet,
-    mobilenet,
-    osnet_ain,
-    regnet,
-    repvgg,
-    resnest,
-    resnext,
-    shufflenet,
-    solider,
-    swin,
-    two_stem_resnet,
-    vit,
-)
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, Variants, build_backbone, variants, with_feature_dim
 from fastamp.modeling.backbones.osnet import OSNet
 from fastamp.modeling.backbones.resnet import ResNet

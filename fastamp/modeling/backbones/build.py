@@ -15,7 +15,11 @@ from fastamp.modeling.backbones.timm_model import build_timm_backbone
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 
-BACKBONE_REGISTRY = Registry("MODEL.BACKBONE.NAME")
+_MODULES = (
+    *("clip", "clip_resnet", "efficientnet", "mobilenet", "osnet", "osnet_ain", "regnet", "repvgg", "resnest"),
+    *("resnet", "resnext", "shufflenet", "solider", "swin", "two_stem_resnet", "vit"),
+)
+BACKBONE_REGISTRY = Registry("MODEL.BACKBONE.NAME", modules=[f"fastamp.modeling.backbones.{name}" for name in _MODULES])
 
 _TIMM = "timm/"
 
