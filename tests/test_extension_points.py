@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 from dataclasses import replace
 
 import import_checkpoint
@@ -12,12 +13,15 @@ import torch
 from documented import documented_config, documented_file
 from PIL import Image
 
+from fastamp import Predictor
 from fastamp.cli import main
-from fastamp.config import read_config
+from fastamp.config import plugin_tables, read_config
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.transforms import TRANSFORM_REGISTRY, build_transforms
 from fastamp.engine import TRAINER_REGISTRY
 from fastamp.evaluation import EVALUATOR_REGISTRY, PROTOCOL_REGISTRY, Identities, Protocol, compute_metrics
+from fastamp.inference.extract import extract
+from fastamp.inference.outputs import OUTPUT_REGISTRY
 from fastamp.modeling import BACKBONE_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY, META_ARCH_REGISTRY
 from fastamp.utils.errors import DataError
 
@@ -61,6 +65,7 @@ REGISTRIES = (
     HEADS_REGISTRY,
     LOSS_REGISTRY,
     META_ARCH_REGISTRY,
+    OUTPUT_REGISTRY,
     PROTOCOL_REGISTRY,
     TRAINER_REGISTRY,
     TRANSFORM_REGISTRY,
@@ -197,6 +202,7 @@ def test_documented_protocol_can_be_named_in_a_config(project):
 EVALUATOR = '''
 """Report the mean brightness of the test images, from an output of the model besides its features."""
 
+from fastamp.config import plugin_tables
 from fastamp.evaluation import EVALUATOR_REGISTRY, ReidEvaluator
 from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch import Baseline
@@ -260,3 +266,74 @@ def test_documented_script_runs(page, title, expected, project, capsys, monkeypa
         runpy.run_path(str(script), run_name="__main__")
     output = capsys.readouterr()
     assert stop.value.code == 0 and expected in output.out + output.err
+
+
+@pytest.mark.integration
+def test_documented_report_section_is_in_the_report(project):
+    code = documented_file("extending/evaluator", "small_features.py")
+    component, recipe = project(code, "TEST: {EVALUATOR: SmallFeatures, REPORT: True}")
+    train(component, recipe)
+    assert "Norms of the features" in (component.parent / "run/report.html").read_text()
+
+
+@pytest.fixture
+def query_image(tmp_path):
+    """Image in a folder of its own."""
+    path = tmp_path / "images/query.png"
+    path.parent.mkdir()
+    Image.effect_noise((32, 64), 90).convert("RGB").save(path)
+    return path
+
+
+def test_documented_predictor_output_is_computed_and_stored(checkpoint, query_image, tmp_path):
+    (tmp_path / "quality.py").write_text(documented_file("extending/output", "quality.py"))
+    predictor = Predictor(checkpoint, device="cpu", plugin=str(tmp_path / "quality.py"))
+    (values,) = predictor.predict("quality", query_image)
+    assert values == {"norm": pytest.approx(predictor.features(query_image).norm().item())}
+    extraction, _ = extract(predictor, query_image.parent, tmp_path / "features.npz", num_workers=0)
+    norms = np.linalg.norm(extraction.matrix, axis=1)
+    np.testing.assert_allclose(extraction.images.further["probability.norm"], norms, rtol=1e-5)
+
+
+@pytest.fixture
+def plugin_project(tmp_path, monkeypatch):
+    """Function that writes a project with files and a table in its plugin.py."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+
+    def write(table, **files):
+        (tmp_path / "plugin.py").write_text(f"\n{table}\n")
+        for name, code in files.items():
+            (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.setattr(plugin_tables, "list_projects", lambda: {"Mine": tmp_path})
+
+    return write
+
+
+def test_documented_command_is_listed_and_runs(plugin_project, capsys):
+    code = documented_file("extending/command", "part_sizes.py")
+    plugin_project('COMMANDS = {"part-sizes": ("part_sizes", "count the parameters of each part")}', part_sizes=code)
+    assert main(["help"]) == 0 and "part-sizes" in capsys.readouterr().out
+    assert main(["part-sizes", "Demo/quickstart", "MODEL.DEVICE", "cpu"]) == 0
+    sizes = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.count(" ") == 1)
+    assert int(sizes["backbone"]) > int(sizes["heads"]) > 0
+    assert main(["part-size"]) == 2 and "part-sizes" in capsys.readouterr().err
+
+
+def test_command_of_a_plugin_cannot_replace_one_of_fastamp(plugin_project, capsys):
+    plugin_project('COMMANDS = {"train": ("part_sizes", "count")}')
+    assert main(["help"]) == 2 and "'train'" in capsys.readouterr().err
+
+
+def test_documented_search_term_limits_the_search(plugin_project, checkpoint, query_image, tmp_path, capsys):
+    code = documented_file("extending/search-term", "species_term.py")
+    plugin_project('SEARCH_TERMS = {"species": ("species_term:Species", "a species")}', species_term=code)
+    lines = [f"{query_image},{number},{species}" for number, species in enumerate(("fox", "cat", "fox"))]
+    (tmp_path / "table.csv").write_text("\n".join(["path,pid,species", *lines]))
+    predictor = Predictor(checkpoint, device="cpu")
+    extract(predictor, f"csv:{tmp_path / 'table.csv'}", tmp_path / "animals.npz", num_workers=0)
+    command = ["search", str(checkpoint), "--gallery", str(tmp_path / "animals.npz"), "--device", "cpu", "--json"]
+    for query, expected in (([str(query_image)], [0, 2]), ([], [0, 2, 1])):  # without a query, all are ranked
+        assert main([*command[:2], *query, *command[2:], "--species", "fox"]) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        assert [row["pid"] for row in found["found"]] == expected and found["found"][0]["species"] == "fox"
+    assert main(command) == 2 and "--species" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def build_losses(cfg: CfgNode) -> nn.ModuleDict:
     names = list(cfg.MODEL.LOSSES.NAME)
     if len(set(names)) < len(names):
         raise ConfigError(f"MODEL.LOSSES.NAME contains duplicates: {', '.join(names)}.\n  fix: list each loss once")
-    if cfg.MODEL.LOSSES.PML.ARGS and not any(name.startswith(PML) for name in names):
+    if names and cfg.MODEL.LOSSES.PML.ARGS and not any(name.startswith(PML) for name in names):
         logger.warning(
             "MODEL.LOSSES.PML.ARGS is ignored: MODEL.LOSSES.NAME contains no %s<Name>.\n"
             "  fix: add the loss to MODEL.LOSSES.NAME, or remove MODEL.LOSSES.PML.ARGS",
