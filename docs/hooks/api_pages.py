@@ -62,6 +62,8 @@ PACKAGES = {
                 for name in (
                     "search",
                     "features",
+                    "columns",
+                    "model_id",
                     "features_file",
                     "gallery",
                     "open_gallery",

@@ -143,11 +143,15 @@ class MutableGallery(Gallery):
         with self._lock:
             with self._transaction():
                 self._check_present([item.id for item in items])
-                numbers = self._store.update(items) if values is None else self._store.write(items, values)
-            if values is not None:
+                if values is None:
+                    self._store.update(items)
+                else:
+                    numbers = self._store.write(items, values)
+            if values is None:
+                for item in items:
+                    self.items[self._row_of_id[item.id]] = _without_picture(item)
+            else:
                 self._put(items, numbers, values)
-            for item in items:
-                self.items[self._row_of_id[item.id]] = _without_picture(item)
 
     def remove(self, ids: Sequence[str]) -> None:
         """Remove items.

@@ -2,19 +2,20 @@
 
 import asyncio
 import multiprocessing
+import os
 import queue
 import resource
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,23 +66,26 @@ class Decoder:
     """
 
     def __init__(self, decoding: Decoding, seconds: float) -> None:
-        self._decoding = decoding
+        self._decoding, self._seconds, self._closed = decoding, seconds, False
         self._threads = ThreadPoolExecutor(available_cores(), "decode")
         count = min(available_cores(), _MOST_PROCESSES)
         self._callers = ThreadPoolExecutor(count, "decode-process")
-        self._processes: queue.SimpleQueue[_Process] = queue.SimpleQueue()
-        self._all = [_Process(decoding, seconds) for _ in range(count)]
-        for process in self._all:
-            self._processes.put(process)
+        self._idle: queue.SimpleQueue[ProcessPoolExecutor | None] = queue.SimpleQueue()
+        self._pids: set[int] = set()
+        for _ in range(count):
+            self._idle.put(None)  # a process is started with the first image
 
     def start(self) -> None:
         """Start the server of processes, so that the first image does not wait for its imports."""
-        self._callers.submit(_start_server)
+        self._callers.submit(_forkserver)
 
     def close(self) -> None:
         """End the threads and the processes."""
-        for process in self._all:
-            process.close()
+        self._closed = True
+        for child in multiprocessing.active_children():
+            if child.pid in self._pids:
+                child.kill()
+                child.join()
         for pool in (self._threads, self._callers):
             pool.shutdown(cancel_futures=True)
 
@@ -98,11 +102,38 @@ class Decoder:
         return await asyncio.get_running_loop().run_in_executor(pool, function, content, name)
 
     def _decode_in_process(self, content: bytes, name: str) -> tuple[Tensor, bytes]:
-        process = self._processes.get()
+        """Decode an image in a process, which ends itself if that takes too long."""
+        process = self._idle.get()
         try:
-            return process.decode(content, name)
+            for _ in range(2):  # another program may have ended the process
+                start = time.monotonic()
+                try:
+                    process = process or self._new_process(name)
+                    pixels, picture = process.submit(_decode, self._decoding, self._seconds, content, name).result()
+                    return torch.from_numpy(pixels), picture
+                except BrokenProcessPool:
+                    process = None
+                if time.monotonic() - start >= self._seconds:
+                    raise DataError(
+                        f"the image {name} was not decoded within {self._seconds:g} seconds.\n"
+                        "  fix: send a smaller image, or a JPEG file"
+                    )
+            raise DataError(
+                f"the image {name} cannot be read: the process that decodes it has ended.\n"
+                "  fix: send it again; if this fails again, send a smaller copy"
+            )
         finally:
-            self._processes.put(process)
+            self._idle.put(process)
+
+    def _new_process(self, name: str) -> ProcessPoolExecutor:
+        if self._closed:
+            raise DataError(
+                f"the image {name} was not decoded, because the service stops.\n  fix: send it again after the restart"
+            )
+        memory = self._decoding.transforms.max_pixels * _BYTES_PER_PIXEL + _OTHER_BYTES
+        process = ProcessPoolExecutor(1, _forkserver(), _prepare, (memory,))
+        self._pids.add(process.submit(os.getpid).result())
+        return process
 
 
 def is_usual(content: bytes) -> bool:
@@ -116,71 +147,7 @@ def is_usual(content: bytes) -> bool:
     return 0 < width * height <= _THREAD_PIXELS and scans <= _THREAD_SCANS
 
 
-class _Process:
-    """Process that decodes one image after the other; started with the first one, and again after it has ended."""
-
-    def __init__(self, decoding: Decoding, seconds: float) -> None:
-        self._decoding, self._seconds = decoding, seconds
-        self._running: tuple[Any, Connection] | None = None  # process, and connection to it
-        self._lock, self._closed = threading.Lock(), False
-
-    def decode(self, content: bytes, name: str) -> tuple[Tensor, bytes]:
-        """Decode an image; the process is ended if it takes too long."""
-        for _ in range(2):  # another program may have ended the process
-            process, connection = self._started(name)
-            timer, start = threading.Timer(self._seconds, process.kill), time.monotonic()
-            timer.start()
-            try:
-                connection.send((content, name))
-                error, values, picture = connection.recv()
-            except (EOFError, OSError):
-                self._running = None
-                process.kill()
-                process.join()
-                connection.close()
-            else:
-                if error:
-                    raise DataError(error)
-                return torch.from_numpy(values), picture
-            finally:
-                timer.cancel()
-            if time.monotonic() - start >= self._seconds:
-                raise DataError(
-                    f"the image {name} was not decoded within {self._seconds:g} seconds.\n"
-                    "  fix: send a smaller image, or a JPEG file"
-                )
-        raise DataError(
-            f"the image {name} cannot be read: the process that decodes it has ended.\n"
-            "  fix: send it again; if this fails again, send a smaller copy"
-        )
-
-    def close(self) -> None:
-        """End the process, and start no other."""
-        with self._lock:
-            self._closed = True
-            if self._running:
-                self._running[0].kill()
-                self._running[0].join()
-
-    def _started(self, name: str) -> tuple[Any, Connection]:
-        with self._lock:
-            if self._closed:
-                raise DataError(
-                    f"the image {name} was not decoded, because the service stops.\n"
-                    "  fix: send it again after the restart"
-                )
-            if self._running is None:
-                context = _start_server()
-                connection, theirs = context.Pipe()
-                process = context.Process(target=_run, args=(theirs, self._decoding), daemon=True)
-                process.start()
-                theirs.close()
-                connection.recv()
-                self._running = process, connection
-            return self._running
-
-
-def _start_server() -> Any:
+def _forkserver() -> Any:
     """Start the process that forks the others, which has a single thread; return its context."""
     from multiprocessing import forkserver
 
@@ -190,29 +157,22 @@ def _start_server() -> Any:
     return context
 
 
-def _run(connection: Connection, decoding: Decoding) -> None:
-    """Send True, then answer with (error, pixels, picture) until the connection is closed."""
+def _prepare(memory: int) -> None:
+    """Prepare a process that decodes, and limit its memory to ``memory`` bytes more than it has (Linux)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the service ends this process
     torch.set_num_threads(1)
-    _limit_memory(decoding.transforms.max_pixels * _BYTES_PER_PIXEL + _OTHER_BYTES)
-    connection.send(True)
-    while True:
-        try:
-            content, name = connection.recv()
-        except EOFError:
-            return
-        try:
-            pixels, picture = decoding(content, name)
-            answer: tuple[str, Any, bytes] = ("", pixels.contiguous().numpy(), picture)
-        except DataError as error:
-            answer = (str(error), None, b"")
-        except (MemoryError, RuntimeError) as error:
-            answer = (f"the image {name} cannot be read: {type(error).__name__}", None, b"")
-        connection.send(answer)
-
-
-def _limit_memory(count: int) -> None:
-    """Limit the memory of this process to ``count`` bytes more than it has (Linux)."""
     if sys.platform == "linux":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + count, used + count))
+        resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
+
+
+def _decode(decoding: Decoding, seconds: float, content: bytes, name: str) -> tuple[np.ndarray, bytes]:
+    """Decode an image; the timer ends the process, also while it is in a library."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        pixels, picture = decoding(content, name)
+        return pixels.contiguous().numpy(), picture
+    except (MemoryError, RuntimeError) as error:
+        raise DataError(f"the image {name} cannot be read: {type(error).__name__}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import multiprocessing
 import threading
 import time
 from pathlib import Path
@@ -369,9 +370,8 @@ def test_images_are_decoded_in_a_process_that_ends_at_the_deadline(predictor):
             decoder.decode(png(color=SLOW), "slow"), decoder.decode(png(), "usual"), return_exceptions=True
         )
         again = await decoder.decode(png(), "again")
-        for process in decoder._all:
-            if process._running:
-                process._running[0].kill()  # as the kernel does if it needs memory
+        for process in multiprocessing.active_children():
+            process.kill()  # as the kernel does if it needs memory
         return slow, usual, again, await decoder.decode(png(), "after that")
 
     try:
@@ -381,7 +381,7 @@ def test_images_are_decoded_in_a_process_that_ends_at_the_deadline(predictor):
     assert isinstance(slow, DataError) and "within 4 seconds" in str(slow)
     for pixels, picture in usual:
         assert torch.equal(pixels, torch.full((3, 40, 40), 9, dtype=torch.uint8)) and picture[:2] == b"\xff\xd8"
-    assert not any(process._running and process._running[0].is_alive() for process in decoder._all)
+    assert not multiprocessing.active_children()
 
 
 def test_only_small_jpeg_files_with_few_scans_are_decoded_in_threads(images):
