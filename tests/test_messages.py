@@ -26,8 +26,7 @@ EXEMPT = {
     "the text comes from another function, object or process": """
         fastamp.amp.module_monitor _report
         fastamp.diagnostics.precision_diagnostics before_first_step
-        fastamp.inference.export.quiet quiet
-        fastamp.serving.decoding decode""",
+        fastamp.inference.export.quiet quiet""",
     "the run or command continues as it should, and there is nothing to change": """
         fastamp.amp.policy _warn_once
         fastamp.amp.step skip

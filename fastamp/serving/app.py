@@ -19,7 +19,7 @@ from fastamp.serving import schemas
 from fastamp.serving.errors import RequestError, error_body, user_request_error
 from fastamp.serving.pages import add_pages
 from fastamp.serving.requests import check_access, limited
-from fastamp.serving.routes import add_gallery_routes, add_model_routes
+from fastamp.serving.routes import gallery_routes, model_routes
 from fastamp.serving.service import Service
 from fastamp.utils.errors import UserError
 
@@ -69,8 +69,8 @@ def create_app(service: Service, *, api_key: str = "", local: bool = False, open
         responses=_ERRORS,
     )
     access = [Depends(check)]
-    add_model_routes(app, service, access)
-    add_gallery_routes(app, service, access)
+    app.include_router(model_routes(service, access))
+    app.include_router(gallery_routes(service, access))
     add_pages(app)
 
     @app.get("/health", response_model=schemas.Health, tags=["operation"], summary="Whether the service runs")
@@ -97,16 +97,17 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestError)
     async def request_error(_: Request, error: RequestError) -> Response:
-        return answer_error(error)
+        headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+        return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
     @app.exception_handler(UserError)
     async def user_error(_: Request, error: UserError) -> Response:
-        return answer_error(user_request_error(error))
+        return await request_error(_, user_request_error(error))
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return answer_error(RequestError(422, "invalid_field", f"{first['loc'][-1]}: {first['msg']}"))
+        return await request_error(_, RequestError(422, "invalid_field", f"{first['loc'][-1]}: {first['msg']}"))
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
@@ -117,12 +118,6 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
         return JSONResponse(error_body("internal_error", "internal error; see the log of the service"), status_code=500)
-
-
-def answer_error(error: RequestError) -> Response:
-    """Return the answer of an error."""
-    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
 async def _return_memory() -> None:
@@ -173,11 +168,8 @@ class _Outer:
             await send(message)
 
         try:
-            try:
-                with service.answering(), service.held_bytes() as hold:
-                    await self._app(scope, limited(receiving, headers, service.limits, hold), noting)
-            except RequestError as error:  # the declared size
-                await answer_error(error)(scope, receive, noting)
+            with service.answering() as hold:
+                await self._app(scope, limited(receiving, headers, service.limits, hold), noting)
         except asyncio.CancelledError:  # the time to stop is over; the server would log a traceback
             pass
         finally:

@@ -173,6 +173,8 @@ def _decode(decoding: Decoding, seconds: float, content: bytes, name: str) -> tu
         pixels, picture = decoding(content, name)
         return pixels.contiguous().numpy(), picture
     except (MemoryError, RuntimeError) as error:
-        raise DataError(f"the image {name} cannot be read: {type(error).__name__}") from None
+        raise DataError(
+            f"the image {name} cannot be read: {type(error).__name__}.\n  fix: send a smaller image, or a JPEG file"
+        ) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,11 +1,12 @@
 """Pages of the service: a picture and its matches, and the description of the routes."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from importlib.resources import files
 
 from fastapi import FastAPI
 from jinja2 import Environment
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 # Nothing of other servers, and no scripts or styles inside the page.
 _HEADERS = {
@@ -25,22 +26,13 @@ def add_pages(app: FastAPI) -> None:
     content = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "routes.html", *_TYPES)}
     template = Environment(autoescape=True).from_string(content["routes.html"])
 
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return HTMLResponse(content["page.html"], headers=_HEADERS)
+    def add(path: str, media_type: str, text: Callable[[], str]) -> None:
+        @app.get(path, include_in_schema=False)
+        async def page() -> Response:
+            return Response(text(), media_type=media_type, headers=_HEADERS)
 
-    @cache
-    def described_routes() -> str:  # at the first request, after all routes have been added
-        return template.render(api=app.openapi())
-
-    @app.get("/docs", include_in_schema=False)
-    async def routes() -> Response:
-        return HTMLResponse(described_routes(), headers=_HEADERS)
-
-    def add_file(name: str, media_type: str) -> None:
-        @app.get(f"/{name}", include_in_schema=False)
-        async def file() -> Response:
-            return Response(content[name], media_type=media_type, headers=_HEADERS)
-
+    add("/", "text/html", lambda: content["page.html"])
+    # Described at the first request, after all routes have been added.
+    add("/docs", "text/html", cache(lambda: template.render(api=app.openapi())))
     for name, media_type in _TYPES.items():
-        add_file(name, media_type)
+        add(f"/{name}", media_type, partial(content.__getitem__, name))

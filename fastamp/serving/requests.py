@@ -3,9 +3,9 @@
 import asyncio
 import hmac
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
@@ -17,6 +17,7 @@ from starlette.types import Message, Receive
 from fastamp.serving.errors import RequestError
 from fastamp.serving.options import LOCAL_HOSTS, Limits
 
+T = TypeVar("T")
 _METADATA_BYTES, _MOST_FIELDS = 2**20, 100
 
 
@@ -61,23 +62,20 @@ def limited(receive: Receive, headers: Headers, limits: Limits, hold: Callable[[
 
     ``hold`` is called with the number of bytes of each part of the body.
     """
-    largest, received = int(limits.megabytes * 1e6), 0
-
-    def check(count: int) -> None:
-        if count > largest:
-            raise RequestError(
-                413, "request_too_large", f"the request has more than {limits.megabytes:g} MB", "send fewer images"
-            )
-
-    declared = headers.get("content-length", "")
-    check(int(declared) if declared.isdecimal() else 0)
+    declared, received, largest = headers.get("content-length", ""), 0, limits.megabytes * 1e6
+    too_large = RequestError(
+        413, "request_too_large", f"the request has more than {limits.megabytes:g} MB", "send fewer images"
+    )
 
     async def counted() -> Message:
         nonlocal received
+        if declared.isdecimal() and int(declared) > largest:
+            raise too_large
         message = await receive()
         count = len(message.get("body", b""))
         received += count
-        check(received)
+        if received > largest:
+            raise too_large
         hold(count)
         return message
 
@@ -93,13 +91,10 @@ async def read_form(request: Request, limits: Limits, fields: Collection[str]) -
     kind = request.headers.get("content-type", "")
     if not kind.startswith("multipart/form-data"):
         raise RequestError(415, "not_a_form", f"expected multipart/form-data, got {kind[:100] or 'no content type'}")
+    late = RequestError(408, "too_slow", f"the request was not received in {limits.receive_seconds:g} seconds")
     try:
         receiving = request.form(max_files=limits.images, max_fields=_MOST_FIELDS, max_part_size=_METADATA_BYTES)
-        form = await asyncio.wait_for(_as_coroutine(receiving), limits.receive_seconds)
-    except asyncio.TimeoutError as error:
-        raise RequestError(
-            408, "too_slow", f"the request was not received in {limits.receive_seconds:g} seconds"
-        ) from error
+        form = await in_time(receiving, limits.receive_seconds, late)
     except ClientDisconnect as error:
         raise RequestError(400, "disconnected", "the client disconnected before it had sent the request") from error
     except HTTPException as error:  # of the parser
@@ -125,9 +120,18 @@ def _check_fields(form: FormData, fields: Collection[str]) -> None:
             raise RequestError(422, "invalid_field", f"{name}: expected text, got a file")
 
 
-async def _as_coroutine(form: Any) -> FormData:
-    parts: FormData = await form
-    return parts
+async def in_time(awaited: Awaitable[T], seconds: float, late: RequestError) -> T:
+    """Await something for at most ``seconds``; raise ``late`` after that."""
+    try:
+        return await asyncio.wait_for(awaited, seconds)
+    except asyncio.TimeoutError as error:
+        raise late from error
+
+
+def too_slow(limits: Limits) -> RequestError:
+    """Return the error of a request that is not answered in time."""
+    message = f"the request was not answered within {limits.answer_seconds:g} seconds"
+    return RequestError(503, "too_slow", message, "try again later")
 
 
 async def uploads_of(form: FormData, *, least: int = 1, most: int) -> list[Upload]:

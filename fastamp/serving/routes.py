@@ -1,10 +1,11 @@
 """Routes of the service: features, comparison, search, and reading and changing the gallery."""
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Query, Request, params
 from starlette.datastructures import FormData
 from starlette.responses import JSONResponse, Response
 
@@ -14,8 +15,8 @@ from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.serving import schemas
 from fastamp.serving.errors import RequestError
 from fastamp.serving.options import Limits
-from fastamp.serving.requests import models_of, number_of, read_form, texts_of, uploads_of
-from fastamp.serving.service import Service, in_time
+from fastamp.serving.requests import in_time, models_of, number_of, read_form, texts_of, too_slow, uploads_of
+from fastamp.serving.service import Service
 
 _IMAGES = {"images": {"type": "array", "items": {"type": "string", "format": "binary"}}}
 _TEXTS: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
@@ -28,27 +29,22 @@ _ITEMS: dict[str, Any] = {**_IMAGES, "items": _METADATA}
 def _form(properties: dict[str, Any], *required: str) -> dict[str, Any]:
     """Describe the form of a route for OpenAPI."""
     schema = {"type": "object", "properties": properties, "required": list(required)}
-    return {"requestBody": {"content": {"multipart/form-data": {"schema": schema}}, "required": True}}
+    content = {"multipart/form-data": {"schema": schema}}
+    return {"openapi_extra": {"requestBody": {"content": content, "required": True}}}
 
 
-async def _with_form(
-    request: Request,
-    service: Service,
-    fields: Collection[str],
-    answer: Callable[[FormData], Coroutine[Any, Any, Any]],
-    *,
-    status: int = 200,
-) -> Response:
-    """Receive the form of a request, unless the queue is full already, and answer with the result of ``answer``."""
+@asynccontextmanager
+async def _receiving(request: Request, service: Service, fields: Collection[str]) -> AsyncIterator[FormData]:
+    """Receive the form of a request, unless the queue is full already."""
     service.batcher.check(1)
     form = await read_form(request, service.limits, fields)
     try:
-        return JSONResponse(await _unless_abandoned(request, answer(form), service.limits), status_code=status)
+        yield form
     finally:
         await form.close()
 
 
-async def _unless_abandoned(request: Request, answer: Coroutine[Any, Any, Any], limits: Limits) -> Any:
+async def _answer(request: Request, answer: Coroutine[Any, Any, Any], limits: Limits, status: int = 200) -> Response:
     """Await an answer until the client disconnects or the time is over; it is then cancelled, and frees its places."""
 
     async def wait_for_the_end() -> None:
@@ -57,154 +53,126 @@ async def _unless_abandoned(request: Request, answer: Coroutine[Any, Any, Any], 
 
     answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(wait_for_the_end())
     try:
-        await in_time(asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED), limits.answer_seconds)
+        either = asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await in_time(either, limits.answer_seconds, too_slow(limits))
         if not answering.done():
             raise RequestError(400, "disconnected", "the client disconnected before the answer")
-        return answering.result()
+        return JSONResponse(answering.result(), status_code=status)
     finally:
         for task in (answering, leaving):
             task.cancel()
         await asyncio.wait((answering, leaving))
 
 
-def add_model_routes(app: FastAPI, service: Service, access: list[Any]) -> None:
-    """Add the routes that need only the model, and the search."""
-    most = service.limits.images
+def model_routes(service: Service, access: Sequence[params.Depends]) -> APIRouter:
+    """Return the routes that need only the model."""
+    router, limits = APIRouter(prefix="/v1", dependencies=access, tags=["model"]), service.limits
+    form = _form(_IMAGES, "images")
 
-    @app.post(
-        "/v1/features",
-        response_model=schemas.Features,
-        dependencies=access,
-        tags=["model"],
-        summary="Features of images",
-        openapi_extra=_form(_IMAGES, "images"),
-    )
+    @router.post("/features", response_model=schemas.Features, summary="Features of images", **form)
     async def features(request: Request) -> Response:
-        async def answer(form: FormData) -> dict[str, Any]:
-            features, _ = await service.features(await uploads_of(form, most=most))
-            return {
-                "model": service.model.config_hash,
-                "metric": service.model.metric,
-                "features": features.tolist(),
-            }
+        async with _receiving(request, service, _IMAGES) as form:
+            uploads = await uploads_of(form, most=limits.images)
+            return await _answer(request, service.features_answer(uploads), limits)
 
-        return await _with_form(request, service, _IMAGES, answer)
-
-    @app.post(
-        "/v1/compare",
-        response_model=schemas.Compared,
-        dependencies=access,
-        tags=["model"],
-        summary="Whether two images show the same identity",
-        openapi_extra=_form(_IMAGES, "images"),
-    )
+    @router.post("/compare", response_model=schemas.Compared, summary="Whether two images show one identity", **form)
     async def compare(request: Request) -> Response:
-        async def answer(form: FormData) -> dict[str, Any]:
-            (a, b), _ = await service.features(await uploads_of(form, least=2, most=2))
-            comparison = service.model.compare_features(a, b)
-            return {"metric": comparison.metric, **service.compared(comparison.score)}
+        async with _receiving(request, service, _IMAGES) as form:
+            uploads = await uploads_of(form, least=2, most=2)
+            return await _answer(request, service.compare(uploads), limits)
 
-        return await _with_form(request, service, _IMAGES, answer)
+    return router
 
-    @app.post(
-        "/v1/search",
+
+def gallery_routes(service: Service, access: Sequence[params.Depends]) -> APIRouter:
+    """Return the routes that search, read and change the gallery."""
+    router, limits = APIRouter(prefix="/v1", dependencies=access, tags=["gallery"]), service.limits
+    default_results = min(100, limits.results)
+
+    @router.post(
+        "/search",
         response_model=schemas.Searched,
-        dependencies=access,
-        tags=["gallery"],
         summary="The items that are most similar to images",
-        openapi_extra=_form(_SEARCH, "images"),
+        **_form(_SEARCH, "images"),
     )
     async def search(request: Request) -> Response:
-        async def answer(form: FormData) -> dict[str, Any]:
+        async with _receiving(request, service, _SEARCH) as form:
             service.require_gallery()
-            k = number_of(form, "k", min(10, service.limits.results), service.limits.results)
+            k = number_of(form, "k", min(10, limits.results), limits.results)
             times = {name: parse_time(texts[0]) for name in ("after", "before") if (texts := texts_of(form, name))}
             conditions = Conditions(texts_of(form, "camera"), texts_of(form, "identity"), **times)
-            features, _ = await service.features(await uploads_of(form, most=most))
-            return await service.search(features, k, conditions)
+            uploads = await uploads_of(form, most=limits.images)
+            return await _answer(request, service.search(uploads, k, conditions), limits)
 
-        return await _with_form(request, service, _SEARCH, answer)
-
-
-def add_gallery_routes(app: FastAPI, service: Service, access: list[Any]) -> None:
-    """Add the routes that read and change the gallery."""
-    options: dict[str, Any] = {"dependencies": access, "tags": ["gallery"]}
-
-    @app.get("/v1/gallery", response_model=schemas.GalleryInfo, summary="Size and recall of the gallery", **options)
+    @router.get("/gallery", response_model=schemas.GalleryInfo, summary="Size and recall of the gallery")
     async def info() -> Response:
         def read(gallery: MutableGallery) -> dict[str, Any]:
             gallery.refresh()
+            model = gallery.model
             return {
                 "items": len(gallery),
-                "metric": gallery.model.metric,
-                "model": gallery.model.config_hash,
+                "metric": model.metric,
+                "model": model.config_hash,
                 "recall": gallery.recall,
             }
 
         return JSONResponse(await service.in_gallery(read))
 
-    @app.get("/v1/gallery/items", response_model=schemas.Items, summary="Items of the gallery", **options)
-    async def items(offset: int = 0, limit: int | None = None) -> Response:
-        limit = min(100, service.limits.results) if limit is None else limit
-        if offset < 0 or not 1 <= limit <= service.limits.results:
-            raise RequestError(
-                422, "invalid_field", f"offset must be at least 0, limit from 1 to {service.limits.results}"
-            )
-
+    @router.get("/gallery/items", response_model=schemas.Items, summary="Items of the gallery")
+    async def items(
+        offset: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=limits.results)] = default_results,
+    ) -> Response:
         def read(gallery: MutableGallery) -> dict[str, Any]:
             gallery.refresh()
             return {"total": len(gallery), "items": [item.texts() for item in gallery.items[offset : offset + limit]]}
 
         return JSONResponse(await service.in_gallery(read))
 
-    @app.post(
-        "/v1/gallery/items",
+    @router.post(
+        "/gallery/items",
         response_model=schemas.Ids,
         status_code=201,
         summary="Add images; the answer follows when they are on the disk",
-        openapi_extra=_form(_ITEMS, "images"),
-        **options,
+        **_form(_ITEMS, "images"),
     )
     async def add(request: Request) -> Response:
-        async def answer(form: FormData) -> dict[str, Any]:
+        async with _receiving(request, service, _ITEMS) as form:
             service.require_gallery()
-            uploads = await uploads_of(form, most=service.limits.images)
+            uploads = await uploads_of(form, most=limits.images)
             values = models_of(form, "items", schemas.ItemIn, len(uploads))
-            return {"ids": await service.add(uploads, values)}
+            return await _answer(request, service.add(uploads, values), limits, status=201)
 
-        return await _with_form(request, service, _ITEMS, answer, status=201)
-
-    @app.put(
-        "/v1/gallery/items/{item_id:path}",
+    @router.put(
+        "/gallery/items/{item_id:path}",
         response_model=schemas.ItemOut,
         summary="Replace the metadata (items, a list with one object) or the image of an item, or both",
-        openapi_extra=_form(_ITEMS),
-        **options,
+        **_form(_ITEMS),
     )
     async def update(item_id: str, request: Request) -> Response:
-        async def answer(form: FormData) -> dict[str, Any]:
+        async with _receiving(request, service, _ITEMS) as form:
             uploads = await uploads_of(form, least=0, most=1)
             values = models_of(form, "items", schemas.ItemIn, 1)[0] if "items" in form else None
             if not uploads and values is None:
                 raise RequestError(422, "nothing_to_change", "the form has neither images nor items")
             if values is not None and values.id not in (None, item_id):
                 raise RequestError(422, "invalid_field", "items: the id of an item cannot be changed", "omit the id")
-            return await service.update(item_id, values, uploads)
+            return await _answer(request, service.update(item_id, values, uploads), limits)
 
-        return await _with_form(request, service, _ITEMS, answer)
-
-    @app.get("/v1/gallery/items/{item_id:path}", response_model=schemas.ItemOut, summary="An item", **options)
+    @router.get("/gallery/items/{item_id:path}", response_model=schemas.ItemOut, summary="An item")
     async def item(item_id: str) -> Response:
         return JSONResponse((await service.in_gallery(lambda gallery: gallery.item(item_id))).texts())
 
-    @app.delete("/v1/gallery/items/{item_id:path}", status_code=204, summary="Remove an item", **options)
+    @router.delete("/gallery/items/{item_id:path}", status_code=204, summary="Remove an item")
     async def remove(item_id: str) -> Response:
         await service.in_gallery(lambda gallery: gallery.remove([item_id]))
         return Response(status_code=204)
 
-    @app.get("/v1/gallery/pictures/{item_id:path}", summary="Small picture of an item, a JPEG file", **options)
+    @router.get("/gallery/pictures/{item_id:path}", summary="Small picture of an item, a JPEG file")
     async def picture(item_id: str) -> Response:
         content = await service.in_gallery(lambda gallery: gallery.picture(item_id))
         if content is None:
             raise RequestError(404, "no_picture", "there is no such item, or it has no picture")
         return Response(content, media_type="image/jpeg")
+
+    return router

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,17 +14,18 @@ from torch import Tensor
 
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.predictor import Predictor
+from fastamp.inference.similarity import Comparison
 from fastamp.retrieval.gallery import Conditions
 from fastamp.retrieval.gallery_store import Item, parse_time
 from fastamp.retrieval.mutable_gallery import MutableGallery
-from fastamp.retrieval.search import decide, search
+from fastamp.retrieval.search import SearchResult, decide, search
 from fastamp.serving.batching import Batcher
 from fastamp.serving.decoding import Decoder, Decoding
 from fastamp.serving.errors import RequestError, split_fix
 from fastamp.serving.metrics import Metrics
 from fastamp.serving.options import Limits
-from fastamp.serving.requests import Upload
-from fastamp.serving.schemas import ItemIn
+from fastamp.serving.requests import Upload, in_time, too_slow
+from fastamp.serving.schemas import ItemIn, Score
 from fastamp.serving.traced import traced_features
 from fastamp.utils.errors import DataError
 
@@ -103,19 +104,12 @@ class Service:
             self.gallery.close()
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Count a request as received, and as answered after the context."""
-        self.received += 1
-        try:
-            yield
-        finally:
-            self.answered += 1
+    def answering(self) -> Iterator[Callable[[int], None]]:
+        """Count a request as received, and as answered after the context.
 
-    @contextmanager
-    def held_bytes(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts bytes of a request, which are held until the end of the context.
-
-        The function raises RequestError with status 429 if the requests together have too many bytes.
+        Yields:
+            Function that counts bytes of the request, which are held until the end of the context. It raises
+            RequestError with status 429 if the requests together have too many bytes.
         """
         held = 0
 
@@ -131,9 +125,11 @@ class Service:
                     "try again later",
                 )
 
+        self.received += 1
         try:
             yield hold
         finally:
+            self.answered += 1
             self._held -= held
 
     async def features(self, uploads: Sequence[Upload]) -> tuple[Tensor, list[bytes]]:
@@ -189,81 +185,71 @@ class Service:
                 self._gallery_call = 0.0
 
         calling = asyncio.get_running_loop().run_in_executor(self._gallery_thread, call)
-        return await in_time(asyncio.shield(calling), self.limits.answer_seconds)
+        return await in_time(asyncio.shield(calling), self.limits.answer_seconds, too_slow(self.limits))
 
-    async def add(self, uploads: Sequence[Upload], items: Sequence[ItemIn]) -> list[str]:
+    async def features_answer(self, uploads: Sequence[Upload]) -> dict[str, Any]:
+        """Return the features of uploads."""
+        features, _ = await self.features(uploads)
+        return {"model": self.model.config_hash, "metric": self.model.metric, "features": features.tolist()}
+
+    async def compare(self, uploads: Sequence[Upload]) -> dict[str, Any]:
+        """Compare two uploads."""
+        (a, b), _ = await self.features(uploads)
+        comparison = self.model.compare_features(a, b)
+        return {"metric": comparison.metric, **_compared(comparison)}
+
+    async def add(self, uploads: Sequence[Upload], values: Sequence[ItemIn]) -> dict[str, list[str]]:
         """Add images to the gallery and return their ids, after they are on the disk."""
-        times = [parse_time(item.time) if item.time else None for item in items]
-        features, pictures = await self.features(uploads)
-        added = [
-            Item(
-                item.id or uuid.uuid4().hex,
-                upload.name if item.name is None else item.name,
-                item.identity,
-                item.camera,
-                time,
-                picture or None,
-            )
-            for item, upload, time, picture in zip(items, uploads, times, pictures, strict=True)
+        items = [
+            _item(value, value.id or uuid.uuid4().hex, upload.name)
+            for value, upload in zip(values, uploads, strict=True)
         ]
+        features, pictures = await self.features(uploads)
+        added = [replace(item, picture=picture or None) for item, picture in zip(items, pictures, strict=True)]
         await self.in_gallery(lambda gallery: gallery.add(added, features))
         self._build_candidates()
-        return [item.id for item in added]
+        return {"ids": [item.id for item in added]}
 
     async def update(self, item_id: str, values: ItemIn | None, uploads: Sequence[Upload]) -> dict[str, str]:
         """Replace the metadata of an item if ``values`` are given, and its image if there is an upload; return it."""
-        features, pictures = (None, [b""]) if not uploads else await self.features(uploads)
+        features, pictures = await self.features(uploads) if uploads else (None, [b""])
 
         def change(gallery: MutableGallery) -> Item:
-            old = gallery.item(item_id)
+            item = gallery.item(item_id)
             if values is not None:
-                name = old.name if values.name is None else values.name
-                time = parse_time(values.time) if values.time else None
-                old = Item(item_id, name, values.identity, values.camera, time)
-            new = replace(old, picture=pictures[0] or None)
-            gallery.update([new], features)
-            return new
+                item = _item(values, item_id, item.name)
+            gallery.update([replace(item, picture=pictures[0] or None)], features)
+            return item
 
         return (await self.in_gallery(change)).texts()
 
-    async def search(self, features: Tensor, k: int, conditions: Conditions) -> dict[str, Any]:
-        """Search for the nearest items of features (Q, D), and decide with the calibration of the model."""
-        result = await self.in_gallery(lambda gallery: search(features, gallery, k, where=conditions))
+    async def search(self, uploads: Sequence[Upload], k: int, conditions: Conditions) -> dict[str, Any]:
+        """Search for the nearest items of uploads, and decide with the calibration of the model."""
+        features, _ = await self.features(uploads)
+
+        def find(gallery: MutableGallery) -> tuple[SearchResult, list[list[Item]], float | None]:
+            found = search(features, gallery, k, where=conditions)
+            items = [[gallery.items[row] for row in rows] for rows in found.rows.tolist()]
+            return found, items, gallery.recall if conditions == Conditions() else None
+
+        result, items, recall = await self.in_gallery(find)
         decided, queries = decide(result, self.model.calibration), []
-        for query in range(len(features)):
-            images = result.images.take(query)
-            columns = images.paths, images.pids, images.camera_names, images.further["id"], images.further["time"]
-            found = zip(result.scores[query].tolist(), *(values.tolist() for values in columns), strict=True)
-            matches = [
+        for query, scores in enumerate(result.scores.tolist()):
+            found = [
                 {
                     "rank": rank,
-                    **self.compared(score),
-                    "id": item_id,
-                    "name": name,
-                    "identity": "" if identity == "-1" else identity,
-                    "camera": camera,
-                    "time": time_text,
+                    **_compared(self.model.compare_score(score)),
+                    **item.texts(),
+                    "name": item.name or item.id,
                 }
-                for rank, (score, name, identity, camera, item_id, time_text) in enumerate(found, start=1)
+                for rank, (score, item) in enumerate(zip(scores, items[query], strict=True), start=1)
             ]
             decision: dict[str, Any] = dict.fromkeys(("decision", "threshold", "fpir"))
             if decided is not None:
                 known = "match" if decided.known[query] else "unknown"
                 decision = {"decision": known, "threshold": decided.threshold, "fpir": decided.fpir}
-            queries.append({**decision, "found": matches})
-        recall = None if conditions != Conditions() or self.gallery is None else self.gallery.recall
+            queries.append({**decision, "found": found})
         return {"metric": result.metric, "searched": result.searched, "recall": recall, "queries": queries}
-
-    def compared(self, score: float) -> dict[str, Any]:
-        """Return a score with the decision and probability of the calibration, and its percentiles."""
-        comparison = self.model.compare_score(score)
-        return {
-            "score": score,
-            "decision": comparison.decision,
-            "probability": comparison.probability,
-            "genuine_fraction": comparison.genuine_fraction,
-            "impostor_fraction": comparison.impostor_fraction,
-        }
 
     def _build_candidates(self) -> None:
         """Build the approximate index of a large gallery in the background."""
@@ -272,14 +258,15 @@ class Service:
             self._building = asyncio.ensure_future(asyncio.to_thread(gallery.build_candidates))
 
 
-async def in_time(awaited: Awaitable[T], seconds: float) -> T:
-    """Await something for at most ``seconds``; raise RequestError with status 503 after that."""
-    try:
-        return await asyncio.wait_for(awaited, seconds)
-    except asyncio.TimeoutError as error:
-        raise RequestError(
-            503, "too_slow", f"the request was not answered within {seconds:g} seconds", "try again later"
-        ) from error
+def _item(values: ItemIn, item_id: str, name: str) -> Item:
+    """Return an item with metadata of a request; ``name`` is used if these have none."""
+    time = parse_time(values.time) if values.time else None
+    return Item(item_id, name if values.name is None else values.name, values.identity, values.camera, time)
+
+
+def _compared(comparison: Comparison) -> dict[str, Any]:
+    """Return a score with the decision and probability of the calibration, and its percentiles."""
+    return Score.model_validate(comparison, from_attributes=True).model_dump()
 
 
 def _concurrent_batches(model: FeatureModel) -> int:
