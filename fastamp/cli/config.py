@@ -26,6 +26,7 @@ from fastamp.config import (
     describe_changes,
     describe_config,
     explain_key,
+    get_cfg,
     read_config,
 )
 from fastamp.config.releases import NO_COUNTERPART
@@ -146,8 +147,7 @@ def convert(source: str, output: str = "", *, release: str = "", plugin: str = "
         raise ConfigError(
             f"--output {output}: this file exists already.\n  fix: choose another name, or delete the file"
         )
-    cfg = read_config("", [], plugin=plugin).clone()
-    cfg.defrost()
+    cfg = get_cfg(plugin)
     log, console = logging.getLogger("fastamp"), logging.StreamHandler(sys.stderr)
     level = log.level
     log.addHandler(console)

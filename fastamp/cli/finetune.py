@@ -88,11 +88,10 @@ def model_keys(checkpoint: str, plugin: str) -> list[Any]:
     """
     from fastamp.checkpoint.entries import merge_if_config
     from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
-    from fastamp.config import read_config
+    from fastamp.config import get_cfg
     from fastamp.modeling.infer_config import infer_config
 
-    cfg = read_config("", [], plugin=plugin).clone()
-    cfg.defrost()
+    cfg = get_cfg(plugin)
     keys: dict[str, Any]
     content = read_checkpoint(checkpoint)
     if merge_if_config(cfg, content, checkpoint):

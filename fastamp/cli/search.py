@@ -90,17 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search and print the results."""
-    from fastamp.config import get_cfg
     from fastamp.data.datasets.custom import image_files
-    from fastamp.data.decode import read_image
     from fastamp.inference.image_folder import open_source
     from fastamp.retrieval.columns import has_missing_integers, is_unknown
     from fastamp.retrieval.open_gallery import check_gallery, has_features, open_gallery
 
-    known = get_cfg()  # an image that is not found may be spelled as a key: IMG_1.JPG
-    names = list(
-        itertools.takewhile(lambda word: not (is_key(word) and re.split("[.=]", word)[0] in known), args.queries)
-    )
+    names = list(itertools.takewhile(lambda word: not _is_known_key(word), args.queries))
     texts = {name: text for name in args.terms if (text := vars(args)[_TERM + name])}
     if not names and not texts:
         restriction = f", only {' '.join(args.queries)}" if args.queries else ""
@@ -122,24 +117,14 @@ def run(args: argparse.Namespace) -> int:
     group_by = None if gallery is None else _group_key(args.group_by, gallery.columns)
     model = model_of(args, split_key_values(args.queries[len(names) :]))
     terms = [args.terms[name].load().from_model(text, model) for name, text in texts.items()]
-    if not has_features(path):
-        for query in queries:  # an unreadable one is an error before the features of the gallery are extracted
-            read_image(query, max_pixels=model.transforms.max_pixels)
+    features = None
+    if queries:  # an unreadable one is an error before the features of the gallery are extracted
+        features = model.require_features(queries, camids=args.camids, viewids=args.viewids, modality=args.modality)
     if gallery is None:
         gallery = open_source(path, model, **options)
         group_by = _group_key(args.group_by, gallery.columns) if args.group_by else None
-    result = model.search(
-        queries or None,
-        gallery,
-        args.top,
-        effort=args.effort,
-        exact=args.exact,
-        terms=terms,
-        conditions=conditions,
-        camids=args.camids,
-        viewids=args.viewids,
-        modality=args.modality,
-    )
+    limits = {"effort": args.effort, "exact": args.exact, "terms": terms, "conditions": conditions}
+    result = model.search_features(features, gallery, args.top, **limits)
     queries = queries or [", ".join(texts.values())]
     shown = {group_by}.union(*(term.columns() for term in terms))
     has_missing = {name for name, column in gallery.columns.items() if has_missing_integers(column)}
@@ -163,6 +148,13 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{args.group_by} {'unknown' if value is None else value}:")
             print(_table(list(group)))
     return 0
+
+
+def _is_known_key(word: str) -> bool:
+    """Return True for a config key; an image that is not found may be spelled as one: IMG_1.JPG."""
+    from fastamp.config import get_cfg
+
+    return is_key(word) and re.split("[.=]", word)[0] in get_cfg()
 
 
 def _conditions(args: argparse.Namespace) -> "Conditions":

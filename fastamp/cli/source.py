@@ -221,7 +221,7 @@ def evaluation_config(
     """
     from fastamp.checkpoint.entries import merge_if_config
     from fastamp.checkpoint.weights_file import read_checkpoint
-    from fastamp.config import read_config
+    from fastamp.config import get_cfg, read_config
 
     resolved = resolve_source(source) if source else None
     if resolved and resolved.kind == CONFIG:
@@ -240,8 +240,7 @@ def evaluation_config(
         )
     if config_file:
         return given, config_file
-    cfg = read_config("", [], plugin=plugin).clone()
-    cfg.defrost()
+    cfg = get_cfg(plugin)
     if not merge_if_config(cfg, read_checkpoint(weights), weights):
         not_the_model = {"MODEL.WEIGHTS", "MODEL.DEVICE"}
         if not any(key.startswith("MODEL.") and key not in not_the_model for key in opts[::2]):

@@ -39,16 +39,21 @@ def check_is_config(cfg: Any) -> None:
         )
 
 
-def get_cfg() -> CfgNode:
+def get_cfg(plugin: str = "") -> CfgNode:
     """Return a new config with the default values, including the keys of installed plugins.
 
+    Args:
+        plugin: another plugin or project, see ``load_plugin``; "" (default) for none.
+
     Raises:
-        ConfigError: if an installed plugin cannot be loaded.
+        ConfigError: if a plugin cannot be loaded.
     """
     cfg: CfgNode = _defaults().clone()
-    for entry, plugin in load_installed_plugins().items():
+    for entry, module in load_installed_plugins().items():
         with naming_distribution(entry):
-            add_keys_of(plugin, cfg)
+            add_keys_of(module, cfg)
+    if plugin:
+        load_plugin(plugin, cfg)
     return cfg
 
 

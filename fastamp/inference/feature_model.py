@@ -218,14 +218,11 @@ class FeatureModel(ABC):
         gallery: Gallery | str | os.PathLike[str],
         k: int = 10,
         *,
-        effort: int | None = None,
-        exact: bool = False,
-        terms: Sequence[SearchTerm] = (),
-        conditions: Conditions | None = None,
         color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
         modality: str | Sequence[str] | None = None,
+        **options: Any,
     ) -> SearchResult:
         """Search for the nearest gallery images of each query.
 
@@ -233,22 +230,21 @@ class FeatureModel(ABC):
             query: one or more images, see ``features``. None: rank the gallery images by ``terms``.
             gallery: gallery, or the path of one: see ``open_source``.
             k: number of results per query; limited to the size of the gallery. Default: 10.
-            effort, exact: see ``fastamp.retrieval.search.search``.
-            terms: conditions of plugins that the gallery images must meet. Default: none.
-            conditions: conditions that the gallery images must meet. Default: None, all images.
             color: see ``features``.
             camids, viewids, modality: cameras, views and modalities of the queries, see ``features``.
+            options: see ``search_features``.
 
         Returns:
             The k nearest gallery images for each query, and whether a calibrated model accepts the nearest one.
 
         Raises:
             TypeError: if ``gallery`` is neither a gallery nor a path.
-            DataError: if an image or the gallery cannot be read, the gallery is of a different model, or no gallery
-                image meets the terms.
-            ConfigError: if ``k`` or ``effort`` is below 1, there are neither queries nor terms, or the gallery has no
-                values for ``terms`` or ``conditions``; see also ``features``.
+            DataError, ConfigError: if an image or the gallery cannot be read; see also ``features`` and
+                ``search_features``.
         """
+        features = None
+        if query is not None:
+            features = self.require_features(query, color=color, camids=camids, viewids=viewids, modality=modality)
         if isinstance(gallery, (str, os.PathLike)):
             gallery = open_source(gallery, self)
         elif not isinstance(gallery, Gallery):
@@ -256,6 +252,34 @@ class FeatureModel(ABC):
                 f"expected a gallery or the path of one, got {type(gallery).__name__}.\n"
                 "  fix: pass the output file of `fastamp extract`, or the result of open_gallery"
             )
+        return self.search_features(features, gallery, k, **options)
+
+    def search_features(
+        self,
+        query: Tensor | None,
+        gallery: Gallery,
+        k: int = 10,
+        *,
+        effort: int | None = None,
+        exact: bool = False,
+        terms: Sequence[SearchTerm] = (),
+        conditions: Conditions | None = None,
+    ) -> SearchResult:
+        """Search for the nearest gallery images of each query, given its features; see ``search``.
+
+        Args:
+            query: (N, D) features of the queries. None: rank the gallery images by ``terms``.
+            gallery: gallery of this model.
+            k: see ``search``.
+            effort, exact: see ``fastamp.retrieval.search.search``.
+            terms: conditions of plugins that the gallery images must meet. Default: none.
+            conditions: conditions that the gallery images must meet. Default: None, all images.
+
+        Raises:
+            DataError: if the gallery is of a different model, or no gallery image meets the terms.
+            ConfigError: if ``k`` or ``effort`` is below 1, there are neither queries nor terms, or the gallery has no
+                values for ``terms`` or ``conditions``.
+        """
         check_same_model(gallery.path, gallery.model, self.config_hash, self.checkpoint)
         limited = None if conditions == Conditions() else conditions
         if query is None:
@@ -264,14 +288,13 @@ class FeatureModel(ABC):
             scores = np.prod([term.scores(gallery) for term in terms], axis=0)
             rows = gallery.rows_where(limited) if limited else None
             return search_by_scores(scores, gallery, k, metric=", ".join(term.name for term in terms), rows=rows)
-        features = self.require_features(query, color=color, camids=camids, viewids=viewids, modality=modality)
         where: Conditions | np.ndarray | None = conditions
         if terms:
             accepted = [term.rows(gallery) for term in terms]
             if limited:
                 accepted.append(gallery.rows_where(limited))
             where = functools.reduce(np.intersect1d, accepted)
-        result = search(features, gallery, k, effort=effort, exact=exact, where=where)
+        result = search(query, gallery, k, effort=effort, exact=exact, where=where)
         return replace(result, decision=decide(result, self.calibration))
 
     def require_output(self, name: str) -> PredictorOutput:

@@ -18,7 +18,7 @@ from fastamp.checkpoint.evaluated_weights import evaluated_average
 from fastamp.checkpoint.safetensors_file import CONFIG_NAME, WEIGHTS_NAME, write_packaged_model
 from fastamp.checkpoint.strip import without_training_state
 from fastamp.checkpoint.weights_file import read_checkpoint
-from fastamp.config import CfgNode, read_config
+from fastamp.config import CfgNode, get_cfg
 from fastamp.config.files import FOLDERS_KEY, parse_yaml
 from fastamp.config.read import split_plugins
 from fastamp.inference.model_card import model_card
@@ -129,7 +129,7 @@ def package(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--to {target} already exists.\n  fix: choose a new folder, or delete this one")
     content = without_training_state(read_checkpoint(checkpoint), checkpoint)
-    cfg = _default_config(plugin)
+    cfg = get_cfg(plugin)
     merge_from_checkpoint(cfg, content, checkpoint)
     if metrics is None:
         evaluation = _recorded_evaluation(content, checkpoint)
@@ -148,7 +148,7 @@ def package(
             build.mkdir(parents=True)
         write_packaged_model(build, content)
         predictor = Predictor(build, device="cpu", opts=_FLOAT32, plugin=plugin)  # reads what was written
-        public = _default_config(plugin)
+        public = get_cfg(plugin)
         public.merge_from_other_cfg(CfgNode.load_cfg(content["config"]))
         text = model_card(
             repository or target.name,
@@ -195,12 +195,6 @@ def check_packaged(folder: Path) -> License:
     return license
 
 
-def _default_config(plugin: str) -> CfgNode:
-    cfg: CfgNode = read_config("", (), plugin=plugin).clone()
-    cfg.defrost()
-    return cfg
-
-
 def _recorded_evaluation(content: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """Return the evaluation that a training run recorded for the packaged weights; empty if there is none."""
     evaluation: dict[str, Any] | None = content.get("evaluation")
@@ -243,7 +237,7 @@ def _read_evaluation(path: Path, checkpoint: Path, cfg: CfgNode, plugin: str) ->
             f"--metrics {path}: these are metrics of another file, {recorded.get('weights')}.\n"
             f"  fix: evaluate {checkpoint} with `fastamp eval`"
         )
-    evaluated = _default_config(plugin)
+    evaluated = get_cfg(plugin)
     evaluated.merge_from_other_cfg(CfgNode.load_cfg(text))
     values, expected = feature_values(evaluated), feature_values(cfg)
     differ = [f"{key} {values[key]}" for key in values if values[key] != expected[key]]

@@ -14,7 +14,7 @@ from fastamp.amp import PrecisionPolicy, requested_device, resolve_device
 from fastamp.checkpoint.entries import checkpoint_of, damaged_entry_error, merge_from_checkpoint
 from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
 from fastamp.checkpoint.weights_file import read_checkpoint
-from fastamp.config import CfgNode, read_config
+from fastamp.config import CfgNode, get_cfg
 from fastamp.layers.lora import merge_adapters
 from fastamp.modeling.meta_arch import build_model
 from fastamp.utils.errors import ConfigError
@@ -114,8 +114,7 @@ def load_model(
 
 def _config_from_checkpoint(content: Any, checkpoint: Path, device: str, opts: Sequence[str], plugin: str) -> CfgNode:
     """Read the config from a checkpoint, and adapt the config for inference with the checkpoint's weights."""
-    cfg = read_config("", (), plugin=plugin).clone()
-    cfg.defrost()
+    cfg = get_cfg(plugin)
     merge_from_checkpoint(cfg, content, checkpoint)
     cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", "0", "MODEL.COMPILE", "off"])
     cfg.merge_from_list(opts)
