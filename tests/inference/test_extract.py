@@ -472,7 +472,7 @@ def test_search_in_a_folder_next_to_which_nothing_can_be_written_names_the_flag(
     monkeypatch.setattr(image_folder, "_IN_MEMORY_UP_TO", 0)
     monkeypatch.setattr("fastamp.inference.predictor.extract", fail)
     with pytest.raises(WriteError, match="--index"):
-        predictor.search(next(images.rglob("*.jpg")), images)
+        predictor.search(next(images.rglob("[!.]*.jpg")), images)
 
 
 def test_search_in_a_folder_overwrites_no_other_file(predictor, images, tmp_path):
