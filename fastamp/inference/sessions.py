@@ -5,7 +5,8 @@ import json
 import os
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -27,14 +28,22 @@ class Session:
     """Exported model, loaded by a runtime. Several threads may call it.
 
     Attributes:
-        run: function: dict of input arrays -> (B, D) float32 features.
+        compute: function: dict of input arrays -> (B, D) float32 features.
         inputs: names of the inputs.
         metadata: entries of the metadata of the file, as text.
+        parallel: whether the runtime may compute several calls at the same time; otherwise they wait for each other.
     """
 
-    run: Callable[[dict[str, NDArray[Any]]], NDArray[np.float32]]
+    compute: Callable[[dict[str, NDArray[Any]]], NDArray[np.float32]]
     inputs: list[str]
     metadata: dict[str, str]
+    parallel: bool = False
+    _lock: AbstractContextManager[bool] = field(default_factory=Lock, init=False, repr=False)
+
+    def run(self, inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+        """Compute the features (B, D) float32 of input arrays."""
+        with nullcontext() if self.parallel else self._lock:
+            return self.compute(inputs)
 
     def run_tensors(self, inputs: dict[str, Tensor]) -> Tensor:
         """Compute the features (B, D) float32 of input tensors on the CPU."""
@@ -61,7 +70,8 @@ def open_onnx(model: Path | bytes, threads: int | None = None) -> Session:
         features: NDArray[np.float32] = session.run(["features"], inputs)[0]
         return features
 
-    return Session(run, [tensor.name for tensor in session.get_inputs()], session.get_modelmeta().custom_metadata_map)
+    names, metadata = [tensor.name for tensor in session.get_inputs()], session.get_modelmeta().custom_metadata_map
+    return Session(run, names, metadata, parallel=True)
 
 
 def open_openvino(
@@ -81,12 +91,12 @@ def open_openvino(
     read = core.read_model(model, weights) if isinstance(model, bytes) else core.read_model(model)
     # By default, CPUs with bfloat16 instructions compute float32 models in bfloat16.
     settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": str(threads or available_cores())}
-    request, lock = core.compile_model(read, "CPU", settings).create_infer_request(), Lock()
+    # Further requests would use more memory and compete for the same cores.
+    request = core.compile_model(read, "CPU", settings).create_infer_request()
     entries = read.get_rt_info()["fastamp"] if read.has_rt_info(["fastamp"]) else {}
 
     def run(inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
-        with lock:  # further requests would use more memory and compete for the same cores
-            features: NDArray[np.float32] = request.infer(inputs, share_inputs=True)["features"].copy()
+        features: NDArray[np.float32] = request.infer(inputs, share_inputs=True)["features"].copy()
         return features
 
     return Session(
@@ -104,7 +114,7 @@ def open_tflite(model: Path | bytes, threads: int | None = None) -> Session:
     from ai_edge_litert.interpreter import Interpreter
 
     content = model if isinstance(model, bytes) else model.read_bytes()
-    interpreter, lock = Interpreter(model_content=content, num_threads=threads or available_cores()), Lock()
+    interpreter = Interpreter(model_content=content, num_threads=threads or available_cores())
     signature = interpreter.get_signature_runner()
     types = {name: details["dtype"] for name, details in signature.get_input_details().items()}
     takes_batches = interpreter.get_input_details()[0]["shape_signature"][0] == -1
@@ -115,9 +125,8 @@ def open_tflite(model: Path | bytes, threads: int | None = None) -> Session:
         step = count if takes_batches else 1
         rows = []
         for start in range(0, count, step):
-            with lock:  # another call changes the inputs, and overwrites the output
-                (output,) = signature(**{name: array[start : start + step] for name, array in arrays.items()}).values()
-                rows.append(output.copy())
+            (output,) = signature(**{name: array[start : start + step] for name, array in arrays.items()}).values()
+            rows.append(output.copy())  # the next call overwrites it
         return np.concatenate(rows)
 
     metadata = {}

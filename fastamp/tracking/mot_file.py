@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastamp.data.boxes import are_normalized, normalized_error
+from fastamp.data.datasets.csv_table import find_delimiter
 from fastamp.utils.errors import DataError
 from fastamp.utils.files import check_not_device, expand, write_atomically
 
@@ -119,8 +120,7 @@ def write_boxes(path: Path, boxes: Boxes) -> None:
 def _split(line: str) -> list[str]:
     """Return the fields of a line; [] if it contains only a comment or white space."""
     line = line.partition("#")[0].strip()
-    separator = next((character for character in ";,\t" if character in line), None)
-    fields = [word.strip() for word in line.split(separator)]
+    fields = [word.strip() for word in line.split(find_delimiter(line))]
     while fields and not fields[-1]:
         fields.pop()
     return fields

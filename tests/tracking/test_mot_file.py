@@ -17,7 +17,7 @@ def test_read_sorts_by_frame_and_keeps_the_lines(tmp_path):
 
 def test_separators_headers_and_comments(tmp_path, subtests):
     for header in ("", "frame,id,bb_left,bb_top,bb_width,bb_height,conf\n", "# detector 3\n\n"):
-        for separator in (",", ", ", ";", "\t", " ", "   "):
+        for separator in (",", ", ", ";", "|", "\t", " ", "   "):
             with subtests.test(f"{header} {separator}"):
                 path = tmp_path / "det.txt"
                 rows = "1,-1,5.5,6,7,8,0.5\n2,-1,1,2,3,4,0.25,-1,-1,-1  # last\n"

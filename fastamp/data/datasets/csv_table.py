@@ -132,7 +132,7 @@ def open_table(file: Path) -> Iterator[tuple[CsvRows, list[str]]]:
                     delimiter = stated[1]
                 elif not _COMMENT.match(header):
                     break
-            delimiter = delimiter or max(",;\t|", key=header.count)
+            delimiter = delimiter or find_delimiter(header) or ","
             stream.seek(start)
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
             names = [name.strip().lower() for name in next(reader, [])]
@@ -149,6 +149,12 @@ def open_table(file: Path) -> Iterator[tuple[CsvRows, list[str]]]:
             f"{file}{line}: cannot read the CSV file: {error}.\n"
             "  fix: save the table as a readable CSV file in UTF-8 (in Excel: the file type CSV UTF-8)"
         ) from error
+
+
+def find_delimiter(line: str) -> str | None:
+    """Return the most frequent of comma, semicolon, tab and vertical bar in a line; None if it has none of them."""
+    delimiter = max(",;\t|", key=line.count)
+    return delimiter if delimiter in line else None
 
 
 def _encoding(file: Path) -> str:
