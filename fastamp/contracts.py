@@ -63,14 +63,18 @@ class Backbone(Protocol):
         takes_cameras: whether it is also called with ``camids`` and, if the batch has them, ``viewids``, (B,) int64,
             starting at 0. Default False.
         columns: columns of the batch that are passed by name. Default none.
+        modality_column: column of the modality, for a backbone with a stem for each. Default "": it has one stem.
         default_modality: modality of batches without these columns. Default None: they are required.
+        stem_pool: max pooling of the stem, ``MODEL.BACKBONE.STEM_POOL``. Default "": unknown.
         checkpointing: whether activations are recomputed in the backward pass. Default None: not supported.
     """
 
     feature_dim: int = 0
     takes_cameras: bool = False
     columns: tuple[str, ...] = ()
+    modality_column: str = ""
     default_modality: int | None = None
+    stem_pool: str = ""
     checkpointing: bool | None = None
 
     def __call__(self, images: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
@@ -238,6 +242,14 @@ class ClassIndexer(Protocol):
     """Module that uses class labels as indices, if its attribute is True, so that labels must be in range."""
 
     indexes_classes: bool
+
+
+@runtime_checkable
+class IdChecker(Protocol):
+    """Backbone that checks ``camids`` and ``viewids`` on the CPU; on a device, it would have to wait for them."""
+
+    def check_side_ids(self, *, camids: torch.Tensor, viewids: torch.Tensor | None = None) -> None:
+        """Raise DataError if an ID has no embedding."""
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,13 +14,13 @@ from torch import nn
 from fastamp.checkpoint.layouts import block_counts, nearest_layout, transformer_size
 from fastamp.checkpoint.shards import full_state_form, load_full_state
 from fastamp.config import CfgNode
+from fastamp.contracts import ClassDependent, State, StateConverter
 from fastamp.layers.lora import is_adapter
 from fastamp.utils.errors import UserError, WeightsError
 from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
-State = dict[str, torch.Tensor]
 
 MIN_MATCH = 0.9
 """Default of ``MODEL.WEIGHTS_MIN_MATCH``."""
@@ -48,6 +48,14 @@ class WeightsOrigin:
         with contextlib.suppress(UserError):
             return CfgNode.load_cfg(self.text) if isinstance(self.text, str) else None
         return None
+
+
+@runtime_checkable
+class OriginUser(Protocol):
+    """Module that converts its tensors differently according to their origin."""
+
+    def set_weights_origin(self, origin: WeightsOrigin) -> None:
+        """Receive the origin before ``convert_state_dict`` is called."""
 
 
 @dataclass
@@ -115,12 +123,11 @@ def convert_state_dict(model: nn.Module, state: State) -> tuple[State, list[str]
     """
     notes: list[str] = []
     for name, module in model.named_modules():
-        convert = getattr(module, "convert_state_dict", None)
-        if convert is not None:
+        if isinstance(module, StateConverter):
             prefix = f"{name}." if name else ""
             below = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             others = {key: value for key, value in state.items() if not key.startswith(prefix)}
-            state = others | {prefix + key: value for key, value in convert(below, notes).items()}
+            state = others | {prefix + key: value for key, value in module.convert_state_dict(below, notes).items()}
     return state, list(dict.fromkeys(notes))  # without duplicates from modules of the same class
 
 
@@ -146,8 +153,8 @@ def load_model_state(
         min_match: minimum fraction of the backbone's tensors that ``state`` must contain. Default 0.9.
         without: globs of tensor names that ``min_match`` ignores.
         fit: function that transforms the converted state dict before it is compared with the model.
-        content: content of the file that contains ``state``. Default None: unknown. A module that defines
-            ``set_weights_origin(origin: WeightsOrigin)`` receives it before the conversion.
+        content: content of the file that contains ``state``. Default None: unknown. An ``OriginUser`` receives it
+            before the conversion.
         allow_missing: let the other tensors of the model keep their initial values; False is an error if they are
             learned and needed in evaluation, i.e. not classifiers, losses or counters. Default True. If ``min_match``
             is below its default, tensors of the backbone may be missing.
@@ -164,7 +171,7 @@ def load_model_state(
     text = content.get("config") if isinstance(content, dict) else None
     origin = WeightsOrigin(text, is_reid=any(_OF_REID.search(key) for key in state))
     for module in model.modules():
-        if hasattr(module, "set_weights_origin"):
+        if isinstance(module, OriginUser):
             module.set_weights_origin(origin)
     converted, notes = convert_state_dict(model, state)
     if fit is not None:
@@ -346,7 +353,8 @@ def classifiers(model: nn.Module) -> set[str]:
     return {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
-        for key in getattr(module, "classifiers", ())
+        if isinstance(module, ClassDependent)
+        for key in module.classifiers
     }
 
 

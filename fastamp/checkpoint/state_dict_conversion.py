@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.load_state import convert_state_dict
+from fastamp.contracts import State
 
 _STEM_NOTE = (
     "{who} use a padded stem pooling: set MODEL.BACKBONE.STEM_POOL to padded for the same features (the default, ceil, "
@@ -100,7 +101,7 @@ def rename_modules(state: Mapping[str, torch.Tensor], names: Mapping[str, str]) 
     return renamed
 
 
-def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes: list[str]) -> dict[str, torch.Tensor]:
+def whole_model_names(state: State, backbone: nn.Module, notes: list[str], *, pools_without_padding: bool) -> State:
     """Add FastReID's prefixes ``backbone.`` and ``heads.`` to the tensor names of a complete model.
 
     TransReID uses ``base.`` for the backbone and no prefix for the head. torchreid uses no prefixes: all tensors except
@@ -111,12 +112,12 @@ def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes
         state: state dict of a complete model.
         backbone: backbone of the model to load into.
         notes: remarks for the import report are appended here.
+        pools_without_padding: whether the stem of the model to load into is that of current FastReID releases.
     """
     if is_agw(state):
         return agw_names(state)
     state = backbone_names(state) if is_moco(state) else state
     names = list(state)
-    pools_without_padding = getattr(backbone, "stem_pool", "") == "ceil"
     if any(name.startswith("base.") for name in names):
         if pools_without_padding and "base.conv1.weight" in state:
             notes.append(_STEM_NOTE.format(who="the strong baseline and AGW"))

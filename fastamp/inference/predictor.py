@@ -27,6 +27,7 @@ from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Image, as_list, crop_frame
 from fastamp.inference.outputs import OUTPUT_REGISTRY, PredictorOutput
 from fastamp.modeling import load_model
+from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 from fastamp.utils.files import expand
 from fastamp.utils.logger import log_to_console
@@ -119,7 +120,7 @@ class Predictor(FeatureModel):
     @property
     def camera_view_counts(self) -> dict[str, int]:
         """Number of embeddings of cameras (``camids``) and views (``viewids``); only those that the model has."""
-        if not getattr(getattr(self.model, "backbone", None), "takes_cameras", False):
+        if not (isinstance(self.model, ImageModel) and self.model.backbone.takes_cameras):
             return {}
         backbone = self.cfg.MODEL.BACKBONE
         counts = {"camids": backbone.SIE_CAMERAS, "viewids": backbone.SIE_VIEWS}
@@ -128,8 +129,7 @@ class Predictor(FeatureModel):
     @property
     def modality_column(self) -> str:
         """Name of the column that selects the stem of a two-stem model; "" for other models."""
-        backbone: Any = getattr(self.model, "backbone", None)
-        return str(backbone.columns[0]) if hasattr(backbone, "default_modality") else ""
+        return self.model.backbone.modality_column if isinstance(self.model, ImageModel) else ""
 
     @property
     def modalities(self) -> tuple[str, ...]:

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from fastamp.checkpoint.layouts import nearest_layout
-from fastamp.checkpoint.load_state import State, convert_state_dict
+from fastamp.checkpoint.load_state import convert_state_dict
 from fastamp.checkpoint.state_dict_conversion import agw_names, is_agw
 from fastamp.config import CfgNode, get_cfg
+from fastamp.contracts import State
 from fastamp.modeling.backbones import BACKBONE_REGISTRY, Variants
 from fastamp.modeling.heads import jpm_head, part_token_head
 from fastamp.modeling.meta_arch import lightmbn, mgn
@@ -136,7 +137,7 @@ def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[s
 def _all_variants() -> dict[str, Variants]:
     """Return the variants of all backbones that declare them: registry name -> ``Variants``."""
     backbones = {name: BACKBONE_REGISTRY.get(name) for name in BACKBONE_REGISTRY}
-    return {name: backbone.variants for name, backbone in backbones.items() if hasattr(backbone, "variants")}
+    return {name: backbone.variants for name, backbone in backbones.items() if backbone.variants is not None}
 
 
 def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[str, str], int]:

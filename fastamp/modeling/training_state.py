@@ -1,28 +1,28 @@
 """Facts about the training that modules of a model need: the labels of the training set and the epoch."""
 
-from typing import Any
-
 import numpy as np
 from torch import nn
 
+from fastamp.contracts import ClassCountUser, DatasetWithColumns, EpochUser, LabeledDataset, Loader, TrainingColumnUser
 
-def set_class_counts(model: nn.Module, data_loader: Any) -> None:
+
+def set_class_counts(model: nn.Module, data_loader: Loader) -> None:
     """Set the number of training images of each class, and the columns of the training set, in the modules of a model.
 
     Args:
-        model: model whose modules may have a method ``set_class_counts(counts)``, for the margins of classification
-            layers, or ``set_training_columns(labels, columns)``.
-        data_loader: training loader; nothing is set if its dataset has no ``labels`` in 0..num_classes-1.
+        model: model whose modules may be a ``ClassCountUser`` or a ``TrainingColumnUser``.
+        data_loader: training loader; nothing is set if its dataset is not a ``LabeledDataset``.
     """
-    labels = getattr(data_loader.dataset, "labels", None)
-    if labels is None:
+    dataset = data_loader.dataset
+    if not isinstance(dataset, LabeledDataset):
         return
-    labels = np.asarray(labels, dtype=np.int64)
-    columns = {name: column.values for name, column in getattr(data_loader.dataset, "columns", {}).items()}
+    labels = np.asarray(dataset.labels, dtype=np.int64)
+    encoded = dataset.columns if isinstance(dataset, DatasetWithColumns) else {}
+    columns = {name: column.values for name, column in encoded.items()}
     for module in model.modules():
-        if hasattr(module, "set_class_counts"):
-            module.set_class_counts(np.bincount(labels, minlength=data_loader.dataset.num_classes))
-        if hasattr(module, "set_training_columns"):
+        if isinstance(module, ClassCountUser):
+            module.set_class_counts(np.bincount(labels, minlength=dataset.num_classes))
+        if isinstance(module, TrainingColumnUser):
             module.set_training_columns(labels, columns)
 
 
@@ -30,9 +30,9 @@ def set_epoch(model: nn.Module, epoch: int) -> None:
     """Set the current epoch in the modules of a model.
 
     Args:
-        model: model whose modules may have a method ``set_epoch(epoch)``, for losses that start later.
+        model: model whose modules may be an ``EpochUser``.
         epoch: current epoch, from 0.
     """
     for module in model.modules():
-        if hasattr(module, "set_epoch"):
+        if isinstance(module, EpochUser):
             module.set_epoch(epoch)

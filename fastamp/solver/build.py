@@ -14,6 +14,7 @@ from torch import nn
 from fastamp.amp.row_update import ROW_OPTIMIZERS
 from fastamp.amp.step import Clip
 from fastamp.config import CfgNode
+from fastamp.contracts import LayeredModule, OptimizerOwner
 from fastamp.layers import PartialFC
 from fastamp.solver.clip import clip_gradients
 from fastamp.solver.lr_schedule import learning_rate_factor
@@ -102,8 +103,8 @@ def parameter_groups(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
 def _layers_after(cfg: CfgNode, model: nn.Module) -> dict[int, int]:
     """Count the layers after each parameter of the backbone, for layer-wise learning-rate decay.
 
-    A backbone with L blocks defines its layers by a method ``layer_groups``, which returns L + 1 lists of modules and
-    parameters: one list per block, and the modules after the last block, e.g. the final norm. Its other parameters,
+    For a backbone with L blocks, ``LayeredModule.layer_groups`` returns L + 1 lists of modules and parameters: one list
+    per block, and the modules after the last block, e.g. the final norm. Its other parameters,
     e.g. the embeddings of patches and positions, belong to the layer before the first block. As in BEiT (Bao et al.
     2022, arXiv:2106.08254) and MAE (He et al. 2022, arXiv:2111.06377), L + 1 layers follow the embeddings, L the first
     block, one the last block, and none the final norm. The blocks that JPMHead copies to the heads are not counted.
@@ -116,7 +117,7 @@ def _layers_after(cfg: CfgNode, model: nn.Module) -> dict[int, int]:
     """
     counts: dict[int, int] = {}
     for module in model.modules():
-        groups = module.layer_groups() if hasattr(module, "layer_groups") else []
+        groups = module.layer_groups() if isinstance(module, LayeredModule) else []
         if not groups:
             continue
         counts |= dict.fromkeys(map(id, module.parameters()), len(groups))
@@ -293,7 +294,7 @@ def build_optimizers(cfg: CfgNode, model: nn.Module) -> dict[str, torch.optim.Op
 
 
 def _with_own_optimizer(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in model.named_modules() if hasattr(module, "build_optimizer")]
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, OptimizerOwner)]
 
 
 def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, inspect.Parameter]) -> None:

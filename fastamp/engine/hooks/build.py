@@ -5,6 +5,7 @@ import logging
 from torch import nn
 
 from fastamp.config import CfgNode
+from fastamp.contracts import EpochUser
 from fastamp.engine.hooks.activations import ActivationMonitor
 from fastamp.engine.hooks.averaging import EMA, SWA
 from fastamp.engine.hooks.base import HookBase
@@ -55,7 +56,7 @@ def build_training_hooks(
     if events := describe_unreached_events(cfg, iters_per_epoch):
         logger.warning("%s", events)
     hooks: list[HookBase] = [LRScheduler(build_lr_schedule(cfg, iters_per_epoch))]
-    if any(hasattr(module, "set_epoch") for module in model.modules()):
+    if any(isinstance(module, EpochUser) for module in model.modules()):
         hooks.append(SetEpoch(model))
     if cfg.MODEL.FREEZE_LAYERS:
         hooks.append(FreezeLayers(model, cfg.MODEL.FREEZE_LAYERS, freezing))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fastamp.config import CfgNode
+from fastamp.contracts import ClassDependent
 from fastamp.engine.hooks.base import HookBase
 from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.plural import plural
@@ -87,8 +88,9 @@ class FreezeClassifier(HookBase):
         self._parameters = [
             module.get_parameter(parameter)
             for name, module in model.named_modules()
-            if not name.startswith("losses")  # losses may have weights per class as well, e.g. centers
-            for parameter in getattr(module, "classifiers", ())
+            # Losses may have weights per class as well, e.g. centers.
+            if isinstance(module, ClassDependent) and not name.startswith("losses")
+            for parameter in module.classifiers
         ]
         if not self._parameters:
             raise ConfigError(

@@ -2,28 +2,28 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from fastamp.checkpoint.load_state import State
 from fastamp.config import CfgNode, fixed_input_size, size_key
+from fastamp.contracts import Backbone, State
+from fastamp.layers.mixstyle import MixStyle
 from fastamp.modeling.backbones.build_utils import warn_ignored_options
 from fastamp.modeling.backbones.lora import with_adapters
 from fastamp.modeling.backbones.timm_model import build_timm_backbone
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.registry import Registry
+from fastamp.utils.registry import Registry, adopt
 
 _MODULES = (
     *("clip", "clip_resnet", "efficientnet", "mobilenet", "osnet", "osnet_ain", "regnet", "repvgg", "resnest"),
     *("resnet", "resnext", "shufflenet", "solider", "swin", "two_stem_resnet", "vit"),
 )
-BACKBONE_REGISTRY = Registry("MODEL.BACKBONE.NAME", modules=[f"fastamp.modeling.backbones.{name}" for name in _MODULES])
 
 _TIMM = "timm/"
 
-Backbone = TypeVar("Backbone")
+Builder = TypeVar("Builder", bound="BackboneBuilder")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,27 @@ class Variants:
     keys_of: Callable[[State], dict[str, str]] = lambda state: {}
 
 
-def variants(depths: Iterable[str], **fields: Any) -> Callable[[Backbone], Backbone]:
+class BackboneBuilder(Protocol):
+    """Registered function or class that builds a backbone.
+
+    Attributes:
+        variants: variants by which weights files are recognized. Default None: they are not.
+    """
+
+    variants: Variants | None = None
+
+    def __call__(self, cfg: CfgNode) -> nn.Module:
+        """Build the backbone."""
+
+
+BACKBONE_REGISTRY = Registry(
+    "MODEL.BACKBONE.NAME",
+    modules=[f"fastamp.modeling.backbones.{name}" for name in _MODULES],
+    contract=BackboneBuilder,
+)
+
+
+def variants(depths: Iterable[str], **fields: Any) -> Callable[[Builder], Builder]:
     """Decorate a backbone builder with its variants, so that ``infer_config`` can identify the weights files.
 
     The backbone's method ``convert_state_dict`` converts parameter names from other libraries; see
@@ -56,7 +76,7 @@ def variants(depths: Iterable[str], **fields: Any) -> Callable[[Backbone], Backb
         Decorator that sets the attribute ``variants`` of the builder.
     """
 
-    def add(backbone: Backbone) -> Backbone:
+    def add(backbone: Builder) -> Builder:
         backbone.variants = Variants(tuple(depths), **fields)
         return backbone
 
@@ -78,14 +98,14 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
     if name.startswith(_TIMM):
         warn_ignored_options(cfg, "MIXSTYLE")
         return with_adapters(cfg, build_timm_backbone(cfg, name.removeprefix(_TIMM)))
-    backbone = BACKBONE_REGISTRY.build(name, cfg)
-    if not getattr(backbone, "takes_cameras", False):
+    backbone = adopt(BACKBONE_REGISTRY.build(name, cfg), Backbone)
+    if not backbone.takes_cameras:
         warn_ignored_options(cfg, "SIE_CAMERAS", "SIE_VIEWS", disabled=0)
-    if getattr(backbone, "mixstyle", None) is None:
+    if not any(isinstance(module, MixStyle) for module in backbone.modules()):
         warn_ignored_options(cfg, "MIXSTYLE")
-    if not hasattr(backbone, "checkpointing"):
+    if backbone.checkpointing is None:
         warn_ignored_options(cfg, "CHECKPOINTING")
-    width = getattr(backbone, "feature_dim", cfg.MODEL.BACKBONE.FEAT_DIM)
+    width = backbone.feature_dim or cfg.MODEL.BACKBONE.FEAT_DIM
     # With POOL_LAYER Flatten it may also be channels x height x width, which `with_feature_dim` checks.
     if cfg.MODEL.BACKBONE.FEAT_DIM % width if _flattens(cfg) else width != cfg.MODEL.BACKBONE.FEAT_DIM:
         raise ConfigError(
@@ -158,7 +178,7 @@ def _map_shape(cfg: CfgNode, backbone: nn.Module, size: tuple[int, int]) -> torc
     device = next((parameter.device for parameter in backbone.parameters()), None)
     images = torch.zeros(1, cfg.INPUT.CHANNELS, *size, device=device)
     camera_view_ids = {}
-    if getattr(backbone, "takes_cameras", False):
+    if backbone.takes_cameras:
         camera_view_ids = dict.fromkeys(("camids", "viewids"), torch.zeros(1, dtype=torch.int64, device=device))
     try:
         with torch.no_grad():

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-from fastamp.checkpoint.load_state import State
 from fastamp.config import CfgNode, Key
+from fastamp.contracts import State
 from fastamp.layers import dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (

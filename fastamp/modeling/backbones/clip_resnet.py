@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fastamp.checkpoint.load_state import State
 from fastamp.config import CfgNode
+from fastamp.contracts import Backbone, State
 from fastamp.layers import build_norm, dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
@@ -110,7 +110,7 @@ class AttentionPool(nn.Module):
         return self.c_proj(mixed.transpose(1, 2).flatten(1))
 
 
-class ClipResNet(PositionGrid, nn.Module):
+class ClipResNet(PositionGrid, nn.Module, Backbone):
     """CLIP's ResNet: a stem of three convolutions, average pooling instead of strides, and an attention pooling.
 
     Args:

@@ -8,6 +8,7 @@ from torch import nn
 from fastamp.checkpoint.pretrained import Download
 from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.config import CfgNode
+from fastamp.contracts import Backbone
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -98,7 +99,7 @@ class _Head(nn.Module):
         return self.swish(self.conv_bn(self.conv(x)))
 
 
-class EfficientNet(nn.Module):
+class EfficientNet(nn.Module, Backbone):
     """EfficientNet up to the 1x1 convolution before global pooling.
 
     Drop-connect is not implemented; its rate is 0 in all FastReID variants.

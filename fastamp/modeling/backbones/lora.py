@@ -5,6 +5,7 @@ import logging
 from torch import nn
 
 from fastamp.config import CfgNode, Key
+from fastamp.contracts import LayeredModule
 from fastamp.layers.lora import ADAPTERS, add_adapter
 from fastamp.utils.errors import ConfigError, check_choice
 
@@ -92,13 +93,13 @@ def with_adapters(cfg: CfgNode, backbone: nn.Module) -> nn.Module:
 
 def _linear_layers(backbone: nn.Module, targets: tuple[str, ...]) -> list[tuple[nn.Module, str]]:
     """List the linear layers of the targets in the blocks of a backbone: (module, name of its weight)."""
-    groups = backbone.layer_groups() if hasattr(backbone, "layer_groups") else []
+    groups = backbone.layer_groups() if isinstance(backbone, LayeredModule) else []
     layers = []
     for block in (block for group in groups[:-1] for block in group):
         for path, module in block.named_modules():
             kinds = {_TARGETS[part] for part in path.split(".") if part in _TARGETS}
             # Packed projections of queries, keys and values are parameters of the attention itself.
             name = "weight" if isinstance(module, nn.Linear) else "in_proj_weight"
-            if kinds & set(targets) and isinstance(getattr(module, name, None), nn.Parameter):
+            if kinds & set(targets) and name in dict(module.named_parameters(recurse=False)):
                 layers.append((module, name))
     return layers

@@ -13,6 +13,7 @@ from torch import nn
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.config import CfgNode
+from fastamp.contracts import Backbone
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -33,7 +34,7 @@ PRETRAINED_V2 = {
 V3_MODELS = {"Large": "mobilenet_v3_large", "Small": "mobilenet_v3_small"}
 
 
-class MobileNetV2(nn.Module):
+class MobileNetV2(nn.Module, Backbone):
     """torchvision's MobileNetV2 without global pooling and classifier.
 
     Args:
@@ -70,7 +71,7 @@ class MobileNetV2(nn.Module):
         return rename_modules(state, names)
 
 
-class MobileNetV3(nn.Module):
+class MobileNetV3(nn.Module, Backbone):
     """torchvision's MobileNetV3 without global pooling and classifier, followed by FastReID's 1x1 convolution.
 
     The 1x1 convolution, with normalization and ReLU6, replaces the first layer of torchvision's classifier. The batch

@@ -7,6 +7,7 @@ from torch import nn
 
 from fastamp.checkpoint.pretrained import Download
 from fastamp.config import CfgNode
+from fastamp.contracts import Backbone
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -181,7 +182,7 @@ def init_weights(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
-class OSNet(nn.Module):
+class OSNet(nn.Module, Backbone):
     """OSNet without global pooling and classifier: a stem, three stages of two blocks, and a 1x1 convolution.
 
     ``MODEL.BACKBONE.STEM_POOL`` is not used: the max pooling is padded in both FastReID and torchreid.

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fastamp.config import CfgNode
+from fastamp.contracts import Backbone
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -67,7 +68,7 @@ class AINBlock(nn.Module):
         return self.relu(self.IN(out) + self.downsample(x))
 
 
-class OSNetAIN(nn.Module):
+class OSNetAIN(nn.Module, Backbone):
     """OSNet-AIN without global pooling and classifier.
 
     The network has a stem with instance norm, three stages of two blocks, and a 1x1 convolution.

@@ -9,6 +9,7 @@ from torch import nn
 from fastamp.checkpoint.pretrained import Download
 from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.config import CfgNode
+from fastamp.contracts import Backbone
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -147,7 +148,7 @@ class Block(nn.Module):
         return self.relu(shortcut + self.f(x))
 
 
-class RegNet(nn.Module):
+class RegNet(nn.Module, Backbone):
     """RegNet without global pooling and classifier.
 
     Args:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import pad
 
-from fastamp.checkpoint.load_state import State
 from fastamp.config import CfgNode, Key
+from fastamp.contracts import Backbone, State
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -213,7 +213,7 @@ DEPTHS = {
 }
 
 
-class RepVGG(nn.Module):
+class RepVGG(nn.Module, Backbone):
     """RepVGG without global pooling and classifier.
 
     Args:

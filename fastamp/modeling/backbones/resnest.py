@@ -7,6 +7,7 @@ from torch import nn
 
 from fastamp.checkpoint.pretrained import Download
 from fastamp.config import CfgNode
+from fastamp.contracts import Backbone
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -114,7 +115,7 @@ DEPTHS = {
 }
 
 
-class ResNeSt(nn.Module):
+class ResNeSt(nn.Module, Backbone):
     """ResNeSt without global pooling and classifier.
 
     Args:

@@ -9,6 +9,7 @@ from torch import nn
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.config import CfgNode, Key
+from fastamp.contracts import Backbone
 from fastamp.layers import IBN, MixStyle, NonLocal, SELayer, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import LayerGroups, with_pretrained_weights
@@ -162,7 +163,7 @@ PRETRAINED = {(depth, False, False): TorchvisionWeights(f"resnet{depth[:-1]}") f
 }
 
 
-class ResNet(nn.Module):
+class ResNet(nn.Module, Backbone):
     """ResNet without global pooling and classifier.
 
     Args:

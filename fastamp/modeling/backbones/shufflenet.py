@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastamp.config import CfgNode
+from fastamp.contracts import Backbone
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
@@ -71,7 +72,7 @@ def _depthwise(channels: int, stride: int, norm: str) -> tuple[nn.Module, ...]:
     return convolution, build_norm(norm, channels)
 
 
-class ShuffleNetV2(nn.Module):
+class ShuffleNetV2(nn.Module, Backbone):
     """ShuffleNetV2 without global pooling and classifier.
 
     Args:

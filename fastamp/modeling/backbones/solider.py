@@ -9,9 +9,9 @@ from torch import nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 from fastamp.amp import force_fp32
-from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.config import CfgNode, Key
+from fastamp.contracts import State
 from fastamp.layers import dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import CfgNode, Key, fixed_input_size, input_size, size_key
+from fastamp.contracts import State
 from fastamp.modeling.backbones.build_utils import LayerGroups, layers_in_order, warn_ignored_options
 from fastamp.modeling.backbones.position_grid import DEFAULT_STRIDE, factors_like
 from fastamp.modeling.backbones.timm_vit import (

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastamp.checkpoint.load_state import State
+from fastamp.contracts import State
 from fastamp.modeling.backbones.build_utils import LayerGroups, layers_in_order
 from fastamp.modeling.backbones.position_grid import COMMON_STRIDES, DEFAULT_STRIDE
 from fastamp.modeling.backbones.transformer import (

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastamp.config import CfgNode, Key, fixed_input_size, input_size, size_key
+from fastamp.contracts import Backbone
 from fastamp.modeling.backbones.build_utils import LayerGroups
 from fastamp.modeling.backbones.position_grid import PositionGrid
 from fastamp.utils.errors import ConfigError, DataError
@@ -128,16 +129,11 @@ def transformer_options(cfg: CfgNode) -> dict[str, Any]:
     }
 
 
-class SideInformation(nn.Module):
+class SideInformation(nn.Module, Backbone):
     """Base class of backbones with camera and view embeddings (SIE, He et al. 2021, arXiv:2102.04378).
 
     A subclass calls ``create_side_embedding`` in its constructor and ``add_side_information`` in ``forward``.
-
-    Attributes:
-        takes_cameras: True if ``forward`` requires camera or view IDs.
     """
-
-    takes_cameras = False
 
     def create_side_embedding(self, width: int, *, cameras: int, views: int, side_weight: float) -> None:
         """Create the parameter ``sie_embed``, (rows, 1, width) with random values, if there are cameras or views.

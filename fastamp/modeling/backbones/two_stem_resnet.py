@@ -43,14 +43,11 @@ class TwoStemResNet(ResNet):
         column: column of the batch with the modality of each image: 0 visible, 1 infrared. Default "modality".
         default_modality: modality of batches without this column. Default None: the column is required.
         options: keyword arguments of ``ResNet``.
-
-    Attributes:
-        columns: columns of the batch that ``forward`` takes.
     """
 
     def __init__(self, *, column: str = "modality", default_modality: int | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.columns = (column,)
+        self.columns, self.modality_column = (column,), column
         self.default_modality = default_modality
         self.infrared_conv1 = nn.Conv2d(self.conv1.in_channels, 64, 7, stride=2, padding=3, bias=False)
         self.infrared_bn1 = build_norm(options.get("norm", "BN"), 64)

@@ -3,9 +3,10 @@
 from torch import nn
 
 from fastamp.config import CfgNode
-from fastamp.utils.registry import Registry
+from fastamp.contracts import Head
+from fastamp.utils.registry import Registry, adopt
 
-HEADS_REGISTRY = Registry("MODEL.HEADS.NAME")
+HEADS_REGISTRY = Registry("MODEL.HEADS.NAME", contract=Head)
 
 
 def build_heads(cfg: CfgNode, backbone: nn.Module | None = None) -> nn.Module:
@@ -21,5 +22,5 @@ def build_heads(cfg: CfgNode, backbone: nn.Module | None = None) -> nn.Module:
             backbone.
     """
     name = cfg.MODEL.HEADS.NAME
-    continues = getattr(HEADS_REGISTRY.get(name), "continues_backbone", False)
-    return HEADS_REGISTRY.build(name, cfg, **({"backbone": backbone} if continues else {}))
+    context = {"backbone": backbone} if HEADS_REGISTRY.get(name).continues_backbone else {}
+    return adopt(HEADS_REGISTRY.build(name, cfg, **context), Head)

@@ -7,6 +7,7 @@ from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.config import CfgNode
+from fastamp.contracts import Head
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, PartialFC, build_norm, pooled_width
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.temporal_pool import TEMPORAL_POOLS
@@ -44,7 +45,7 @@ def partial_fc_options(cfg: CfgNode) -> dict[str, Any]:
 
 
 @HEADS_REGISTRY.register()
-class EmbeddingHead(nn.Module):
+class EmbeddingHead(nn.Module, Head):
     """Embedding head with pooling, 1x1 convolution, BNNeck and classifier (Luo et al. 2019, arXiv:1903.07071).
 
     The head computes in float32 under any precision policy, because distances are computed from the embeddings, and the
@@ -122,8 +123,9 @@ class EmbeddingHead(nn.Module):
         # The ranks need different rows even if their global generators have the same seed.
         generator = self.partial_fc.generator(self.weight.device) if self.row_shards else None
         nn.init.normal_(self.weight, std=0.01, generator=generator)
-        self.temporal_pool = None
+        self.temporal_pool, self.frames = None, 0
         if temporal_pool != "none":
+            self.frames = frames
             self.temporal_pool = TEMPORAL_POOLS[temporal_pool](self.pooled_dim, frames=frames)
 
     @classmethod

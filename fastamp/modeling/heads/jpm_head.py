@@ -5,9 +5,9 @@ import copy
 import torch
 from torch import nn
 
-from fastamp.checkpoint.load_state import State
 from fastamp.config import CfgNode, Key
-from fastamp.modeling.backbones.transformer import run_block
+from fastamp.contracts import Head, State
+from fastamp.modeling.backbones.transformer import TokenBackbone, run_block
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.utils.errors import ConfigError
@@ -35,7 +35,7 @@ KEYS = (
 
 
 @HEADS_REGISTRY.register()
-class JPMHead(nn.Module):
+class JPMHead(nn.Module, Head):
     """Jigsaw patch module: a global feature and one local feature per patch group (He et al. 2021, arXiv:2102.04378).
 
     The head has two copies of the last block of a ViT. The global feature is the class token after the first copy. The
@@ -54,9 +54,7 @@ class JPMHead(nn.Module):
         prefix: number of learned tokens before the patches, which are added to each group. Default 1.
     """
 
-    # Built as from_config(cfg, backbone=...).
     continues_backbone = True
-    # In training mode the output is a list; the losses are computed for each entry.
     several_outputs = True
 
     def __init__(
@@ -86,7 +84,7 @@ class JPMHead(nn.Module):
         Raises:
             ConfigError: if the backbone is not a Vision Transformer.
         """
-        if not hasattr(backbone, "hand_over_last_block"):
+        if not isinstance(backbone, TokenBackbone):
             raise ConfigError(
                 f"MODEL.HEADS.NAME=JPMHead requires a Vision Transformer, but MODEL.BACKBONE.NAME is "
                 f"{cfg.MODEL.BACKBONE.NAME}.\n"

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from fastamp.amp import force_fp32
-from fastamp.checkpoint.load_state import State
 from fastamp.config import CfgNode, Key
+from fastamp.contracts import State
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.utils.errors import ConfigError

@@ -5,17 +5,18 @@ import logging
 from torch import nn
 
 from fastamp.config import CfgNode
+from fastamp.contracts import Loss
 from fastamp.layers import pooled_width
-from fastamp.modeling.losses.pml import PML, build_pml_loss
+from fastamp.modeling.losses.pml import PML, PMLLoss, build_pml_loss
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.registry import Registry
+from fastamp.utils.registry import Registry, adopt
 
 logger = logging.getLogger(__name__)
 
-LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME")
+LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME", contract=Loss)
 
 
-class ConfiguredLoss(nn.Module):
+class ConfiguredLoss(nn.Module, Loss):
     """Base class of losses whose arguments are the values of a section of the config.
 
     Attributes:
@@ -33,14 +34,8 @@ class ConfiguredLoss(nn.Module):
 def build_losses(cfg: CfgNode) -> nn.ModuleDict:
     """Build the losses listed in ``MODEL.LOSSES.NAME``.
 
-    A loss is a module with a class attribute ``loss_name`` and a method ``forward(outputs, targets) -> scalar``, where
-    ``outputs`` is the output of the head in training mode. A loss with the class attribute ``over_pairs = True``
-    compares the ``features`` of all images in a batch; if ``MODEL.LOSSES.GATHER`` is True, it receives the features of
-    all ranks. A loss with an attribute ``columns``, e.g. ``("clothes",)``, receives these columns of the batch in
-    ``outputs``, under their names.
-
     Returns:
-        Loss name, as in the logs (e.g. ``loss_cls``) -> module.
+        Loss name, as in the logs (e.g. ``loss_cls``) -> module, see the contract ``Loss``.
 
     Raises:
         ConfigError: if a loss is not registered or listed twice, or if two losses have the same ``loss_name``.
@@ -67,7 +62,7 @@ def build_losses(cfg: CfgNode) -> nn.ModuleDict:
                 f"MODEL.LOSSES.NAME: two of the losses {', '.join(names)} are logged as {loss.loss_name}.\n"
                 "  fix: remove one of the two losses"
             )
-        losses[loss.loss_name] = loss
+        losses[loss.loss_name] = adopt(loss, Loss)
     return nn.ModuleDict(losses)
 
 
@@ -82,9 +77,9 @@ def check_shareable(losses: nn.ModuleDict, owner: str) -> None:
         ConfigError: if a loss has learnable parameters, e.g. the centers of ``CenterLoss``, or buffers that it trains.
     """
     with_parameters = [
-        type(getattr(loss, "loss", loss)).__name__
+        type(loss.loss if isinstance(loss, PMLLoss) else loss).__name__
         for loss in losses.values()
-        if [*loss.parameters()] or getattr(loss, "written_in_forward", False)
+        if [*loss.parameters()] or loss.written_in_forward
     ]
     if with_parameters:
         raise ConfigError(

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.contracts import AveragingLoss, Loss, Outputs
 from fastamp.layers import PartialLogits
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, did_you_mean
-
-Outputs = dict[str, torch.Tensor]
+from fastamp.utils.registry import adopt
 
 _NOT_COLUMNS = ("images", "targets", "camids", "viewids", "indices", "img_paths", "augmentation")
 
@@ -31,6 +31,9 @@ class Losses(nn.ModuleDict):
     def __init__(self, losses: Mapping[str, nn.Module], *, gather: bool = False) -> None:
         super().__init__(losses)
         self.gather = gather
+
+    def __setitem__(self, name: str, loss: nn.Module) -> None:
+        super().__setitem__(name, adopt(loss, Loss))
 
     def forward(self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute the losses, name -> scalar float32, from the outputs of the head in training mode."""
@@ -64,18 +67,18 @@ def compute_losses(
         ]
         return {name: torch.stack([output[name] for output in per_output]).sum() for name in losses}
     gathered = (outputs, targets)
-    if gather and any(over_pairs(loss) for loss in losses.values()):
-        names = ["features", *needed_columns(loss for loss in losses.values() if over_pairs(loss))]
+    if gather and any(loss.over_pairs for loss in losses.values()):
+        names = ["features", *needed_columns(loss for loss in losses.values() if loss.over_pairs)]
         gathered = (outputs | {name: comm.all_gather(outputs[name]) for name in names}, comm.all_gather(targets))
     return {
-        name: loss(*gathered) if over_pairs(loss) else _compute_per_image(loss, outputs, targets, gather=gather)
+        name: loss(*gathered) if loss.over_pairs else _compute_per_image(loss, outputs, targets, gather=gather)
         for name, loss in losses.items()
     }
 
 
 def _compute_per_image(loss: nn.Module, outputs: Outputs, targets: torch.Tensor, *, gather: bool) -> torch.Tensor:
     """Compute a loss, scaled so that the mean over ranks equals the mean over the images of all ranks."""
-    if not gather or not hasattr(loss, "total_and_count") or isinstance(outputs.get("cls_outputs"), PartialLogits):
+    if not gather or not isinstance(loss, AveragingLoss) or isinstance(outputs.get("cls_outputs"), PartialLogits):
         return loss(outputs, targets)
     # The mean of per-rank means would weight images differently if the counts of the ranks differ.
     total, count = loss.total_and_count(outputs, targets)
@@ -84,7 +87,7 @@ def _compute_per_image(loss: nn.Module, outputs: Outputs, targets: torch.Tensor,
 
 def needed_columns(losses: Iterable[nn.Module]) -> list[str]:
     """Return the names of the columns of the batch that the losses use: their attributes ``columns``."""
-    return list(dict.fromkeys(name for loss in losses for name in getattr(loss, "columns", ())))
+    return list(dict.fromkeys(name for loss in losses for name in loss.columns))
 
 
 def with_columns(
@@ -123,8 +126,3 @@ def column_of(batch: Mapping[str, Any], name: str) -> torch.Tensor:
         f"{', '.join(columns) or 'none'}.{did_you_mean(name, columns)}\n"
         "  fix: use a dataset with this column, or add it to the CSV file"
     )
-
-
-def over_pairs(loss: nn.Module) -> bool:
-    """Return True if a loss compares the images of a batch with each other."""
-    return getattr(loss, "over_pairs", False)

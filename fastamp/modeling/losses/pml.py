@@ -11,6 +11,7 @@ from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.config import CfgNode, Key
+from fastamp.contracts import Loss
 from fastamp.utils.errors import ConfigError, did_you_mean, optional_package
 
 KEYS = (
@@ -48,7 +49,7 @@ _OBJECT_ARGUMENTS = (
 )
 
 
-class PMLLoss(nn.Module):
+class PMLLoss(nn.Module, Loss):
     """pytorch-metric-learning loss, computed in float32 from the ``features`` of a head.
 
     Learned weights of the loss, e.g. the proxies of ``ProxyAnchorLoss``, are parameters of this module.

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fastamp.config import CfgNode
+from fastamp.contracts import Head
 from fastamp.modeling.backbones import build_backbone, with_feature_dim
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
@@ -15,6 +16,7 @@ from fastamp.modeling.losses.compute import Losses, Outputs, with_columns
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.registry import adopt
 from fastamp.utils.tracklets import number_tracklets
 
 
@@ -42,7 +44,7 @@ class Baseline(ImageModel):
         gather: bool = False,
     ) -> None:
         super().__init__(backbone=backbone, pixel_mean=pixel_mean, pixel_std=pixel_std)
-        self.heads = heads
+        self.heads = adopt(heads, Head)
         self.losses = Losses(losses, gather=gather)
 
     @classmethod
@@ -56,7 +58,7 @@ class Baseline(ImageModel):
         backbone = build_backbone(cfg)
         cfg = with_feature_dim(cfg, backbone)
         heads, losses = build_heads(cfg, backbone), build_losses(cfg)
-        if getattr(heads, "several_outputs", False):
+        if heads.several_outputs:
             check_shareable(losses, f"the outputs of {cfg.MODEL.HEADS.NAME}")
         return {
             "backbone": backbone,
@@ -98,7 +100,7 @@ class Baseline(ImageModel):
     @property
     def pools_tracklets(self) -> bool:
         """True if the head pools the frames of tracklets (``MODEL.HEADS.TEMPORAL_POOL``)."""
-        return getattr(self.heads, "temporal_pool", None) is not None
+        return self.heads.frames > 0
 
     def _tracklets(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Number the tracklets of a batch: ``{"tracklets": (B,) int64}``; empty if images are evaluated.
@@ -111,7 +113,7 @@ class Baseline(ImageModel):
         if not self.training:
             numbers = None if column is None else torch.from_numpy(number_tracklets(column.cpu().numpy()))
         else:
-            count, frames = len(batch["images"]), self.heads.temporal_pool.frames
+            count, frames = len(batch["images"]), self.heads.frames
             rows = None if column is None or count % frames else column.view(-1, frames)
             # Columns on the device are not checked: reading them would block the host.
             if rows is None or (not rows.is_cuda and (rows != rows[:, :1]).any()):
@@ -125,7 +127,7 @@ class Baseline(ImageModel):
 
     def _first_frames(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the labels and columns of the first frame of each tracklet, and all images."""
-        count, frames = len(batch["images"]), self.heads.temporal_pool.frames
+        count, frames = len(batch["images"]), self.heads.frames
         labels = (torch.Tensor, list, tuple)
         return {
             name: value[::frames] if name != "images" and isinstance(value, labels) and len(value) == count else value

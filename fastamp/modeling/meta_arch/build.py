@@ -8,37 +8,39 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy, apply_force_fp32, requested_device, resolve_device
 from fastamp.config import CfgNode, check_is_config
+from fastamp.contracts import CombinedDataset, Model
+from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.modeling.out_of_memory import explain_out_of_memory
 from fastamp.utils.compiled import compile_parts
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.plural import plural
-from fastamp.utils.registry import Registry
+from fastamp.utils.registry import Registry, adopt
 
 logger = logging.getLogger(__name__)
 
-META_ARCH_REGISTRY = Registry("MODEL.META_ARCHITECTURE")
+META_ARCH_REGISTRY = Registry("MODEL.META_ARCHITECTURE", contract=Model)
 
 
-def adapt_to_training_set(cfg: CfgNode, dataset: Any) -> tuple[Any, int]:
+def adapt_to_training_set(cfg: CfgNode, dataset: Any) -> tuple[CfgNode, int]:
     """Adapt a config to the training set, before the model is built.
 
-    The datasets adapt it first, see ``ImageDataset.adapt_config``. A meta-architecture whose classes are not
-    identities, or whose config depends on columns, has a class method
-    ``adapt_to_training_set(cfg, dataset) -> (cfg, num_classes)``.
+    The datasets adapt it first, see ``ImageDataset.adapt_config``, then the meta-architecture: one whose classes are
+    not identities, or whose config depends on columns, overrides ``Model.adapt_to_training_set``.
 
     Args:
         cfg: config.
         dataset: training set, with ``num_classes`` and ``columns``.
 
     Returns:
-        The config, and the number of classes of the model. Without the method, the config itself and the number of
-        identities.
+        The config, and the number of classes of the model.
     """
-    for source in getattr(dataset, "sources", ()):
+    for source in dataset.sources if isinstance(dataset, CombinedDataset) else ():
         cfg = source.adapt_config(cfg, dataset)
-    adapt = getattr(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE), "adapt_to_training_set", None)
-    return adapt(cfg, dataset) if adapt else (cfg, dataset.num_classes)
+    adapted: tuple[CfgNode, int] = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE).adapt_to_training_set(
+        cfg, dataset
+    )
+    return adapted
 
 
 def build_model(cfg: CfgNode) -> nn.Module:
@@ -64,10 +66,10 @@ def build_model(cfg: CfgNode) -> nn.Module:
         )
     memory_format = torch.channels_last if _channels_last(cfg, device) else torch.contiguous_format
     with explain_out_of_memory(cfg):
-        model = META_ARCH_REGISTRY.build(name, cfg)
+        model = adopt(META_ARCH_REGISTRY.build(name, cfg), Model)
         apply_force_fp32(model, cfg.SOLVER.AMP.FORCE_FP32)
         model = model.to(device=device, memory_format=memory_format)
-    if cfg.MODEL.HEADS.TEMPORAL_POOL != "none" and not getattr(model, "pools_tracklets", False):
+    if cfg.MODEL.HEADS.TEMPORAL_POOL != "none" and not model.pools_tracklets:
         raise ConfigError(
             f"MODEL.HEADS.TEMPORAL_POOL={cfg.MODEL.HEADS.TEMPORAL_POOL} is not supported by "
             f"MODEL.META_ARCHITECTURE={name} with MODEL.HEADS.NAME={cfg.MODEL.HEADS.NAME}.\n"
@@ -84,8 +86,8 @@ def build_model(cfg: CfgNode) -> nn.Module:
 
 def _check_partial_fc(cfg: CfgNode, model: nn.Module) -> None:
     """Raise ConfigError unless the model has exactly one classifier with Partial FC, and does not need all logits."""
-    count = sum(getattr(module, "partial_fc", None) is not None for module in model.modules())
-    if count != 1 or not getattr(model, "supports_partial_fc", True):
+    count = sum(isinstance(module, EmbeddingHead) and module.partial_fc is not None for module in model.modules())
+    if count != 1 or not model.supports_partial_fc:
         raise ConfigError(
             f"MODEL.HEADS.PFC.ENABLED is not supported by MODEL.META_ARCHITECTURE={cfg.MODEL.META_ARCHITECTURE} with "
             f"MODEL.HEADS.NAME={cfg.MODEL.HEADS.NAME}: expected one classifier, and losses that do not use the logits "

@@ -9,32 +9,27 @@ from torch import nn
 
 from fastamp.checkpoint.state_dict_conversion import whole_model_names
 from fastamp.config import CfgNode, per_channel
+from fastamp.contracts import Backbone, ClassIndexer, IdChecker, Model
 from fastamp.modeling.losses.compute import column_of
 from fastamp.utils.errors import DataError, WeightsError
+from fastamp.utils.registry import adopt
 
 _OLD_MGN = re.compile(r"b\d+_(pool\.|head\.bnneck\.)")  # FastReID's first MGN, July and August 2020
 
 
-class ImageModel(nn.Module):
+class ImageModel(nn.Module, Model):
     """Base class of models for images in 0..255; subclasses define the modules after the ``backbone``.
 
-    Attributes:
-        trunks: names of the submodules that ``MODEL.COMPILE`` compiles; they account for most of the computation.
-        training_only: names of the submodules that evaluation does not use.
-        teaches_as: name of the meta-architecture as which a teacher of this class is built, for classes whose
-            additional modules are only for training; "" means its own.
-        supports_partial_fc: whether the model works without the logits of all classes (``MODEL.HEADS.PFC``).
+    The contract ``Model`` describes its attributes.
 
     Args:
-        backbone: module (B, C, H, W) -> feature maps. If its attribute ``takes_cameras`` is True, the backbone is also
-            called with ``camids`` and ``viewids``; if it has an attribute ``columns``, with these columns of the batch,
-            on the device where the batch has them.
+        backbone: module (B, C, H, W) -> feature maps, see the contract ``Backbone``; its ``columns`` are passed on the
+            device where the batch has them.
         pixel_mean, pixel_std: C values each, for pixels in 0..255.
     """
 
-    trunks: tuple[str, ...] = ("backbone",)
-    training_only: tuple[str, ...] = ("losses",)
-    teaches_as = ""
+    trunks = ("backbone",)
+    training_only = ("losses",)
     supports_partial_fc = False
 
     def __init__(
@@ -45,7 +40,7 @@ class ImageModel(nn.Module):
         pixel_std: list[float] | tuple[float, ...],
     ) -> None:
         super().__init__()
-        self.backbone = backbone
+        self.backbone = adopt(backbone, Backbone)
         self._num_classes = 0
         self._datasets: tuple[str, ...] = ()
         # Not persistent: the values are in the config.
@@ -132,10 +127,10 @@ class ImageModel(nn.Module):
         """
         backbone = self.backbone if backbone is None else backbone
         images = self.preprocess_image(batch)
-        names = getattr(backbone, "columns", ())
-        if names and (getattr(backbone, "default_modality", None) is None or any(name in batch for name in names)):
+        names = backbone.columns
+        if names and (backbone.default_modality is None or any(name in batch for name in names)):
             return backbone(images, **{name: column_of(batch, name) for name in names})
-        if not getattr(backbone, "takes_cameras", False):
+        if not backbone.takes_cameras:
             return backbone(images)
         if "camids" not in batch:
             raise KeyError(
@@ -143,7 +138,7 @@ class ImageModel(nn.Module):
                 'fix: add "camids", (B,) int64, starting at 0, to the batch'
             )
         names = [name for name in ("camids", "viewids") if name in batch]
-        if hasattr(backbone, "check_side_ids"):  # before the IDs are on a device
+        if isinstance(backbone, IdChecker):  # before the IDs are on a device
             backbone.check_side_ids(**{name: batch[name] for name in names})
         return backbone(images, **{name: batch[name].to(self.device, non_blocking=True) for name in names})
 
@@ -179,7 +174,7 @@ class ImageModel(nn.Module):
             num_classes: number of classes; 0 disables the check.
             datasets: names of the training sets, for the message.
         """
-        indexed = any(getattr(module, "indexes_classes", False) for module in self.modules())
+        indexed = any(isinstance(module, ClassIndexer) and module.indexes_classes for module in self.modules())
         self._num_classes, self._datasets = num_classes if indexed else 0, tuple(datasets)
 
     def _check_labels(self, labels: torch.Tensor, paths: Sequence[str] | None) -> None:
@@ -208,11 +203,11 @@ class ImageModel(nn.Module):
         Raises:
             WeightsError: if the weights are from FastReID's first MGN, which is not equivalent.
         """
-        for name in ("pixel_mean", "pixel_std"):
-            if name in state and not torch.allclose(state[name].flatten().float(), getattr(self, name).cpu().flatten()):
+        for name, values in (("pixel_mean", self.pixel_mean), ("pixel_std", self.pixel_std)):
+            if name in state and not torch.allclose(state[name].flatten().float(), values.cpu().flatten()):
                 notes.append(
                     f"the weights were trained with MODEL.{name.upper()} {state[name].flatten().tolist()}, but the "
-                    f"config has {getattr(self, name).flatten().tolist()}"
+                    f"config has {values.flatten().tolist()}"
                 )
         if any(_OLD_MGN.match(name) for name in state):
             raise WeightsError(
@@ -222,12 +217,13 @@ class ImageModel(nn.Module):
             )
         for architecture, head in (("MGN", "b1_head"), ("LightMBN", "average_head")):
             has_head = any(name.startswith(f"{head}.") for name in state)
-            if has_head != hasattr(self, head):
+            if has_head != (head in self._modules):
                 weights, model = ("", " not") if has_head else (" not", "")
                 notes.append(
                     f"the weights are{weights} of MODEL.META_ARCHITECTURE {architecture}, but the model is{model}"
                 )
-        return whole_model_names(state, self.backbone, notes)
+        pools_without_padding = self.backbone.stem_pool == "ceil"
+        return whole_model_names(state, self.backbone, notes, pools_without_padding=pools_without_padding)
 
 
 def normalization(cfg: CfgNode) -> dict[str, Any]:

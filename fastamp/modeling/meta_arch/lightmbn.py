@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
-from fastamp.checkpoint.load_state import State
 from fastamp.config import CfgNode
+from fastamp.contracts import State
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones import OSNet, build_backbone
 from fastamp.modeling.backbones.osnet import OSBlock

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.checkpoint.load_state import State
 from fastamp.config import CfgNode, Key
+from fastamp.contracts import State
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones import ResNet, build_backbone
 from fastamp.modeling.heads import build_heads

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastamp.modeling.losses.compute import Outputs, compute_losses, over_pairs
+from fastamp.modeling.losses.compute import Losses, Outputs, compute_losses
 from fastamp.modeling.meta_arch.image_model import ImageModel
 
 
@@ -35,7 +35,7 @@ class MultiBranchModel(ImageModel):
 
     def __init__(self, *, backbone: nn.Module, losses: nn.ModuleDict, gather: bool = False, **pixels: Any) -> None:
         super().__init__(backbone=backbone, **pixels)
-        self.losses = losses
+        self.losses = Losses(losses, gather=gather)
         self.gather = gather
 
     def head_inputs(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ class MultiBranchModel(ImageModel):
     def loss_terms(self, outputs: dict[str, Outputs], targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute the losses, name -> scalar float32, from the outputs of each head in training mode."""
         losses = self._modules["losses"]  # not the attribute, which may be a method of a subclass
-        pair_losses = {name: loss for name, loss in losses.items() if over_pairs(loss)}
+        pair_losses = {name: loss for name, loss in losses.items() if loss.over_pairs}
         image_losses = {name: loss for name, loss in losses.items() if name not in pair_losses}
         pairs = {
             name: outputs[name] | {"features": torch.cat([outputs[part]["features"] for part in parts], dim=1)}

@@ -15,7 +15,7 @@ from fastamp.config import CfgNode, Key
 from fastamp.layers import build_norm
 from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.modeling.heads import HEADS_REGISTRY
-from fastamp.modeling.losses.compute import compute_losses, over_pairs
+from fastamp.modeling.losses.compute import compute_losses
 from fastamp.modeling.meta_arch import Baseline
 from fastamp.utils.errors import ConfigError
 
@@ -221,7 +221,7 @@ class CLIPReID(Baseline):
         last, image, projection = self.feature_maps(batch, _Features(self.backbone))
         outputs = self.heads(torch.cat((image.float(), projection.float()), dim=1), targets)
         extra = (1.0, {"features": last.float()})
-        pairs = {name: loss for name, loss in self.losses.items() if over_pairs(loss)}
+        pairs = {name: loss for name, loss in self.losses.items() if loss.over_pairs}
         others = {name: loss for name, loss in self.losses.items() if name not in pairs}
         gather = self.losses.gather
         terms = compute_losses(others, outputs, targets, gather=gather)
