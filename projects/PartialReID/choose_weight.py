@@ -74,13 +74,14 @@ def choose(run: str, name: str = "", opts: list[str] | None = None) -> tuple[Pat
     loaded = load_model(checkpoint, opts=opts or ())
     cfg = loaded.cfg
     enabled = "DSR" in cfg.TEST and cfg.TEST.DSR.ENABLED
-    if not enabled or not hasattr(loaded.model, "places"):
+    from partialreid.dsr_evaluation import best_weight
+    from partialreid.partialbaseline import PartialBaseline
+
+    if not enabled or not isinstance(loaded.model, PartialBaseline):
         raise ConfigError(
             f"{run} is not evaluated by reconstruction: MODEL.META_ARCHITECTURE is {cfg.MODEL.META_ARCHITECTURE}, "
             f"TEST.DSR.ENABLED is {enabled}.\n  fix: choose a run of PartialBaseline with TEST.DSR.ENABLED"
         )
-    from partialreid.dsr_evaluation import best_weight
-
     name = name or cfg.DATASETS.NAMES[0]
     check_held_out(cfg, name)
     loader, num_query = build_reid_test_loader(cfg, name)

@@ -12,8 +12,11 @@ from fastamp.amp import force_fp32
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
 from fastamp.config import CfgNode, Key
+from fastamp.contracts import Backbone, Head
 from fastamp.layers import build_norm
 from fastamp.modeling import META_ARCH_REGISTRY
+from fastamp.modeling.backbones.clip import ClipVisionTransformer
+from fastamp.modeling.backbones.clip_resnet import ClipResNet
 from fastamp.modeling.heads import HEADS_REGISTRY
 from fastamp.modeling.losses.compute import compute_losses
 from fastamp.modeling.meta_arch import Baseline
@@ -43,7 +46,7 @@ _TEXT = ("positional_embedding", "text_projection", "ln_final.", "transformer.")
 
 
 @HEADS_REGISTRY.register()
-class CLIPReIDHead(nn.Module):
+class CLIPReIDHead(nn.Module, Head):
     """Head with a neck and a classifier for the image feature, and for its projection to the space of texts.
 
     Args:
@@ -72,8 +75,7 @@ class CLIPReIDHead(nn.Module):
         Raises:
             ConfigError: if the backbone is not an image tower of CLIP with a projection.
         """
-        dims = getattr(backbone, "feature_dims", None)
-        if dims is None or not cfg.MODEL.BACKBONE.PROJECTION:
+        if not isinstance(backbone, ClipVisionTransformer | ClipResNet) or not cfg.MODEL.BACKBONE.PROJECTION:
             raise ConfigError(
                 f"MODEL.HEADS.NAME=CLIPReIDHead requires an image tower of CLIP with a projection; found "
                 f"MODEL.BACKBONE.NAME {cfg.MODEL.BACKBONE.NAME}, PROJECTION {cfg.MODEL.BACKBONE.PROJECTION}.\n"
@@ -82,7 +84,7 @@ class CLIPReIDHead(nn.Module):
             )
         heads = cfg.MODEL.HEADS
         return {
-            "dims": dims[1:],
+            "dims": backbone.feature_dims[1:],
             "num_classes": heads.NUM_CLASSES,
             "eval_feat": heads.EVAL_FEAT,
             "norm": heads.NORM,
@@ -269,7 +271,7 @@ class CLIPReID(Baseline):
         return renamed
 
 
-class _Features:
+class _Features(Backbone):
     """Call of ``backbone.features`` in place of the backbone, for ``ImageModel.feature_maps``.
 
     Args:
@@ -279,8 +281,8 @@ class _Features:
 
     def __init__(self, backbone: nn.Module, *, side_information: bool = True) -> None:
         self.backbone = backbone
-        self.takes_cameras = side_information and getattr(backbone, "takes_cameras", False)
-        self._options = {} if side_information or not hasattr(backbone, "sie_embed") else {"side_information": False}
+        self.takes_cameras = side_information and backbone.takes_cameras
+        self._options = {} if side_information or not backbone.takes_cameras else {"side_information": False}
 
     def __call__(self, images: torch.Tensor, **ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.backbone.features(images, **ids, **self._options)

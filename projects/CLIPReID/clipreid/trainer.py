@@ -172,7 +172,7 @@ class CLIPReIDTrainer(AMPTrainer):
                 f"SOLVER.TRAINER=CLIPReIDTrainer requires MODEL.META_ARCHITECTURE CLIPReID, found "
                 f"{type(model).__name__}.\n  fix: set MODEL.META_ARCHITECTURE to CLIPReID"
             )
-        if not isinstance(getattr(data_loader, "dataset", None), ReidDataset):
+        if not isinstance(data_loader.dataset, ReidDataset):
             raise ConfigError(
                 "SOLVER.TRAINER=CLIPReIDTrainer does not support a custom training set: the first stage loads its "
                 "images without augmentation.\n  fix: set DATASETS.NAMES, e.g. to csv:FILE"

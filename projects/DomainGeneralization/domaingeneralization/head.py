@@ -95,7 +95,7 @@ class MatchingBaseline(Baseline):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if not hasattr(self.heads, "matcher"):
+        if not isinstance(self.heads, QAConvHead):
             raise ConfigError(
                 f"MODEL.META_ARCHITECTURE=MatchingBaseline requires QAConvHead, got {type(self.heads).__name__}.\n"
                 "  fix: set MODEL.HEADS.NAME to QAConvHead"

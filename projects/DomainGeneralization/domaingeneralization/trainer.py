@@ -50,7 +50,7 @@ class GraphTrainer(AMPTrainer):
             ConfigError: if the sampler is not that of the project, or the training set is not one of
                 ``DATASETS.NAMES``.
         """
-        if not isinstance(getattr(data_loader, "dataset", None), ReidDataset):
+        if not isinstance(data_loader.dataset, ReidDataset):
             raise ConfigError(
                 "SOLVER.TRAINER=GraphTrainer does not support a custom training set: it loads the images again without "
                 "augmentation.\n  fix: set DATASETS.NAMES, e.g. to csv:FILE"

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from fastamp.config import CfgNode, Key
+from fastamp.contracts import CombinedDataset, DatasetWithColumns
 from fastamp.data.columns import EncodedColumn, check_column
 from fastamp.modeling.losses.compute import column_of
 from fastamp.utils.errors import ConfigError, DataError
+from fastattr.datasets import IdentityAttributes
 
 logger = logging.getLogger(f"fastamp.{__name__}")
 
@@ -123,7 +125,8 @@ def with_attributes(cfg: CfgNode, dataset: Any) -> CfgNode:
         ConfigError: if the training set has no columns, or a selected column does not exist.
         DataError: if a column is neither text nor integers 0 and 1.
     """
-    title, columns = f"the training set ({', '.join(cfg.DATASETS.NAMES)})", getattr(dataset, "columns", {})
+    title = f"the training set ({', '.join(cfg.DATASETS.NAMES)})"
+    columns = dataset.columns if isinstance(dataset, DatasetWithColumns) else {}
     selected = cfg.MODEL.ATTRIBUTES.COLUMNS or tuple(columns)
     if not selected:
         raise ConfigError(
@@ -131,7 +134,10 @@ def with_attributes(cfg: CfgNode, dataset: Any) -> CfgNode:
             "  fix: add a column for each attribute to the CSV file, or use a dataset with attributes, e.g. PA100K"
         )
     # Datasets that define labels as FastReID does, e.g. Market1501AttrFastReID.
-    numbers = {name for source in getattr(dataset, "sources", ()) for name in getattr(source, "number_attributes", ())}
+    sources = dataset.sources if isinstance(dataset, CombinedDataset) else ()
+    numbers = {
+        name for source in sources if isinstance(source, IdentityAttributes) for name in source.number_attributes
+    }
     names: list[str] = []
     categories = dict(cfg.DATASETS.CATEGORIES)
     for column in selected:

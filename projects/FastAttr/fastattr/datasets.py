@@ -90,7 +90,7 @@ class PA100K(ImageDataset):
         ]
 
 
-class _IdentityAttributes(ImageDataset):
+class IdentityAttributes(ImageDataset):
     """Dataset whose identities have attributes in a MATLAB file (Lin et al. 2019, arXiv:1703.07220).
 
     Attributes:
@@ -144,7 +144,7 @@ class _IdentityAttributes(ImageDataset):
 
 
 @DATASET_REGISTRY.register()
-class Market1501Attr(_IdentityAttributes, Market1501):
+class Market1501Attr(IdentityAttributes, Market1501):
     """Market-1501 with 27 attributes of each identity.
 
     The age is a text: young, teenager, adult or old, and so four attributes; see also ``Market1501AttrFastReID``.
@@ -182,7 +182,7 @@ class Market1501AttrFastReID(Market1501Attr):
 
 
 @DATASET_REGISTRY.register()
-class DukeMTMCAttr(_IdentityAttributes, DukeMTMC):
+class DukeMTMCAttr(IdentityAttributes, DukeMTMC):
     """DukeMTMC-reID with 23 attributes of each identity.
 
     Args:

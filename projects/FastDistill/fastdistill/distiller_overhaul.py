@@ -9,6 +9,7 @@ from torch import nn
 from fastamp.config import CfgNode, Key
 from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch import Distiller
+from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.utils.errors import ConfigError
 from fastdistill.overhaul import build_connector, channel_margins, overhaul_loss
 from fastdistill.stages import last_norms, tap_stages
@@ -85,7 +86,7 @@ class DistillerOverhaul(Distiller):
 
     def _teacher_backbones(self) -> list[nn.Module]:
         """Return the backbones of the teachers, that of the moving average last."""
-        backbones = [getattr(teacher, "backbone", teacher) for teacher in self._teachers]
+        backbones = [teacher.backbone if isinstance(teacher, ImageModel) else teacher for teacher in self._teachers]
         return backbones if self.ema is None else [*backbones, self.ema.backbone]
 
     def _build_connectors(self, teacher: nn.Module) -> nn.ModuleList:

@@ -19,11 +19,11 @@ def last_blocks(backbone: nn.Module) -> list[nn.Module]:
     """
     blocks = []
     for number in count(1):
-        stage = getattr(backbone, f"layer{number}", None)
+        stage = _children(backbone).get(f"layer{number}")
         if stage is None:
             break
         blocks.append(stage[-1])
-    if not blocks or not all(isinstance(getattr(block, "relu", None), nn.ReLU) and _norm(block) for block in blocks):
+    if not blocks or not all(isinstance(_children(block).get("relu"), nn.ReLU) and _norm(block) for block in blocks):
         raise ConfigError(
             f"{type(backbone).__name__} has no stages of residual blocks that end with a ReLU, which overhaul "
             "distillation requires.\n  fix: set MODEL.BACKBONE.NAME to build_resnet_backbone_distill"
@@ -38,9 +38,12 @@ def last_norms(backbone: nn.Module) -> list[nn.Module]:
 
 def _norm(block: nn.Module) -> nn.Module | None:
     """Return the last normalization of a basic block or of a bottleneck; None if it has no weight and bias."""
-    norm = getattr(block, "bn3", getattr(block, "bn2", None))
-    affine = all(isinstance(getattr(norm, name, None), torch.Tensor) for name in ("weight", "bias"))
-    return norm if affine else None
+    norm = _children(block).get("bn3", _children(block).get("bn2"))
+    return norm if norm is not None and norm.state_dict().keys() >= {"weight", "bias"} else None
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    return dict(module.named_children())
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.modeling.losses.compute import Outputs
 from fastamp.modeling.meta_arch import Baseline
 from fastamp.utils.errors import ConfigError
+from partialreid.dsr_head import DSRHead
 
 
 @META_ARCH_REGISTRY.register()
@@ -27,7 +28,7 @@ class PartialBaseline(Baseline):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if not hasattr(self.heads, "places"):
+        if not isinstance(self.heads, DSRHead):
             raise ConfigError(
                 f"MODEL.META_ARCHITECTURE=PartialBaseline requires DSRHead, got {type(self.heads).__name__}.\n"
                 "  fix: set MODEL.HEADS.NAME to DSRHead"

@@ -87,7 +87,7 @@ class ClusterTrainer(AMPTrainer):
                 f"{', '.join(cfg.MODEL.LOSSES.NAME) or 'none'}.\n"
                 "  fix: set MODEL.LOSSES.NAME to ClusterContrastLoss, HybridMemoryLoss or CameraProxyLoss"
             )
-        if not isinstance(getattr(data_loader, "dataset", None), ReidDataset):
+        if not isinstance(data_loader.dataset, ReidDataset):
             raise ConfigError(
                 "SOLVER.TRAINER=ClusterTrainer does not support a custom training set: it loads the images again "
                 "without augmentation.\n  fix: set DATASETS.NAMES, e.g. to csv:FILE"
