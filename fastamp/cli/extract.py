@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Extract the features and print a summary."""
-    from fastamp.inference.extract import check_output, dataset_name, extract
+    from fastamp.inference.extract import check_output, extract
+    from fastamp.inference.image_list import dataset_name
 
     check_output(args.output)
     if not args.source.isidentifier():  # a plain name can be a dataset of the project of the run

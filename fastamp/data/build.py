@@ -296,15 +296,26 @@ def build_reid_test_loader(
     if rank == 0:
         log_splits(source, {"query": source.query, "gallery": source.gallery})
         _warn_of_other_protocol(cfg.TEST.PROTOCOL, source)
-    key, requested = "TEST.NUM_WORKERS", cfg.TEST.NUM_WORKERS
-    if requested == -1:
-        key, requested = "DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS
     _attach_cache(dataset, cfg)
     if transforms.resize.output_size is None:
         # Fail on images of different sizes here, instead of at the first evaluation.
         dataset.__getitems__(next(iter(batch_sampler)))
-    loader = TestLoader(dataset, batch_sampler, num_workers=worker_count(key, requested), device=loading_device(cfg))
+    loader = TestLoader(dataset, batch_sampler, num_workers=inference_workers(cfg), device=loading_device(cfg))
     return loader, num_query
+
+
+def inference_workers(cfg: CfgNode, requested: int | None = None) -> int:
+    """Return the number of workers of a loader of test images.
+
+    Args:
+        cfg: config.
+        requested: number that the user requests. Default: TEST.NUM_WORKERS.
+    """
+    if requested is not None:
+        return worker_count("workers", requested)
+    if cfg.TEST.NUM_WORKERS != -1:
+        return worker_count("TEST.NUM_WORKERS", cfg.TEST.NUM_WORKERS)
+    return worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
 
 
 def _warn_of_other_protocol(rule: str, source: ImageDataset) -> None:

@@ -26,7 +26,7 @@ from fastamp.evaluation.tracklets import FRAMES, pool_tracklets
 from fastamp.feature_pass import Rows
 from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
-from fastamp.utils.errors import TrainingError, writing
+from fastamp.utils.errors import DataError, TrainingError, writing
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +212,11 @@ class ReidEvaluator(DatasetEvaluator):
         Raises:
             DataError: if there are no images.
         """
+        if not self.rows.columns:
+            raise DataError(
+                "this process evaluated no images: the test set, or the part of it for this process, is empty.\n"
+                "  fix: check DATASETS.TESTS, or use fewer processes"
+            )
         columns, n = self.rows.gather(), self.num_query
         self.first_frames = None
         if TRACKLET in columns:

@@ -148,7 +148,7 @@ class FeatureModel(ABC):
     def require_features(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
         """Extract the features of images; raise DataError if an image has no pixels.
 
-        NaN always indicates an image without pixels, because ``features_of_batch`` rejects non-finite features.
+        NaN always indicates an image without pixels, because ``compute`` rejects non-finite features.
         """
         features = self.features(images, **options)
         empty = features.isnan().any(dim=1).nonzero()[:, 0].tolist()

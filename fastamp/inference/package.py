@@ -21,8 +21,9 @@ from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode, get_cfg
 from fastamp.config.files import FOLDERS_KEY, parse_yaml
 from fastamp.config.read import split_plugins
+from fastamp.inference.config_hash import feature_values
 from fastamp.inference.model_card import model_card
-from fastamp.inference.predictor import Predictor, feature_values
+from fastamp.inference.predictor import Predictor
 from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
 from fastamp.utils.errors import ConfigError, summarize_error, writing
 from fastamp.utils.files import expand, file_sha256, write_atomically

@@ -1,9 +1,9 @@
 """Predictor: feature extraction, comparison and search with the model of a checkpoint."""
 
-import hashlib
 import logging
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.amp import to_float32
+from fastamp.amp import PrecisionPolicy
 from fastamp.amp.policy import dtype_name
 from fastamp.checkpoint.entries import damaged_entry_error
 from fastamp.config import CfgNode
+from fastamp.contracts import Batch
 from fastamp.data.jpeg_warnings import decoding_pool, read_in_threads
 from fastamp.data.transforms import build_transforms
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
-from fastamp.feature_pass import extract_features
+from fastamp.feature_pass import Forward, call_model, collect_features
+from fastamp.inference.config_hash import hash_of_features
 from fastamp.inference.extract import extract
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Image, as_list, crop_frame
@@ -37,11 +39,6 @@ from fastamp.utils.structure import structure_mismatch
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
-# Config keys that determine the features, in addition to the weights.
-_KEYS_OF_FEATURES = (
-    *("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"),
-    *("INPUT.SIZE_TEST", "INPUT.CHANNELS", "INPUT.BIT_DEPTH", "TEST.FLIP"),
-)
 
 
 class Predictor(FeatureModel):
@@ -157,17 +154,7 @@ class Predictor(FeatureModel):
 
         Features from models with equal hashes can be compared.
         """
-        digest = hashlib.blake2b(digest_size=8)
-        # Without default values, so that hashes stay valid when a release adds a key.
-        defaults = {key.path: key.default for key, _ in self.cfg.keys_below()}
-        values = {path: value for path, value in feature_values(self.cfg).items() if value != defaults[path]}
-        resize = self.transforms.resize
-        values |= {"crop": resize.crop, "interpolation": resize.interpolation}
-        digest.update(repr(sorted(values.items())).encode())
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        return digest.hexdigest()
+        return hash_of_features(self.cfg, self.model.state_dict(), self.transforms.resize)
 
     @cached_property
     def calibration(self) -> Calibration | None:
@@ -228,7 +215,7 @@ class Predictor(FeatureModel):
                 unknown.
         """
         ids = {"camids": camids, "viewids": viewids, "modality": modality}
-        return self._compute(images, self.features_of_batch, boxes=boxes, color=color, ids=ids)
+        return self._compute(images, boxes=boxes, color=color, ids=ids)
 
     def predict(
         self,
@@ -257,31 +244,34 @@ class Predictor(FeatureModel):
         """
         found = self.require_output(output)
         ids = {"camids": camids, "viewids": viewids, "modality": modality}
-
-        def compute(batch: dict[str, Any]) -> Tensor:
-            return self._features_and_values(batch, found)[1]
-
-        values = self._compute(images, compute, boxes=boxes, color=color, ids=ids, width=len(found.names))
-        return [found.named(row) for row in values.tolist()]
+        values = self._compute(
+            images,
+            boxes=boxes,
+            color=color,
+            ids=ids,
+            forward=lambda model, batch: found.compute(model, batch)[1],
+            width=len(found.names),
+        )
+        return [found.named(row) for row in found.finish(values).tolist()]
 
     def _compute(
         self,
         images: Image | Sequence[Image],
-        compute: Callable[[dict[str, Any]], Tensor],
         *,
         boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None,
         color: str,
         ids: dict[str, Any],
+        forward: Forward = call_model,
         width: int | None = None,
     ) -> Tensor:
-        """Apply ``compute`` to batches of images; return (N, width) float32, by default as wide as the features."""
+        """Compute the outputs (N, width) of ``forward`` for images, by default as wide as the features."""
         check_choice("color", color, COLORS)
         if boxes is not None:
             images, color = crop_frame(images, boxes, color, self._decode)
         else:
             images = as_list(images)
-        ids = self._inputs(len(images), **ids)
-        size, features, kept = self.cfg.TEST.IMS_PER_BATCH, [], []
+        inputs, kept = self._inputs(len(images), **ids), list[int]()
+        starts = range(0, len(images), self.batch_size)
 
         def load(number: int) -> Tensor | None:
             try:
@@ -293,24 +283,23 @@ class Predictor(FeatureModel):
             image = images[number]
             return os.fspath(image) if isinstance(image, str | os.PathLike) else f"number {number}"
 
-        with torch.inference_mode(), decoding_pool() as pool:
-            starts = range(0, len(images), size)
+        def batches(pool: ThreadPoolExecutor) -> Iterator[Batch]:
             for start in track(starts, len(starts), "extracting features") if len(starts) > 1 else starts:
-                numbers = range(start, min(start + size, len(images)))
-                loaded = dict(zip(numbers, read_in_threads(pool, load, numbers, name), strict=True))
-                readable = {number: image for number, image in loaded.items() if image is not None}
-                rows = list(readable)
-                if rows:
-                    batch = {name: values[rows] for name, values in ids.items()}
-                    batch["images"] = self.transforms.stack(list(readable.values()))
-                    features.append(compute(batch).cpu())
-                    kept += rows
-        if features and len(kept) == len(images):
-            return torch.cat(features)
-        width = features[0].shape[1] if features else width or self.feature_dim
-        result = torch.full((len(images), width), torch.nan)
-        if features:
-            result[kept] = torch.cat(features)
+                numbers = range(start, min(start + self.batch_size, len(images)))
+                loaded = zip(numbers, read_in_threads(pool, load, numbers, name), strict=True)
+                readable = {number: image for number, image in loaded if image is not None}
+                kept.extend(readable)
+                if readable:
+                    batch: Batch = {name: values[list(readable)] for name, values in inputs.items()}
+                    yield batch | {"images": self.transforms.stack(list(readable.values()))}
+
+        with decoding_pool() as pool:
+            features = self.compute(batches(pool), forward=forward)
+        if len(kept) == len(images) > 0:
+            return features
+        result = torch.full((len(images), features.shape[1] or width or self.feature_dim), torch.nan)
+        if kept:
+            result[kept] = features
         empty = sorted(set(range(len(images))) - set(kept))
         if empty:
             listed = ", ".join(map(str, empty[:_MAX_LISTED])) + ", ..." * (len(empty) > _MAX_LISTED)
@@ -358,8 +347,7 @@ class Predictor(FeatureModel):
         batch: dict[str, Any] = self._inputs(len(frames), camids=camids, viewids=viewids, modality=modality)
         batch["images"] = self.transforms.stack([self.preprocess(frame, color=color) for frame in frames])
         batch["tracklet"] = torch.zeros(len(frames), dtype=torch.int64)
-        with torch.inference_mode():
-            return self.features_of_batch(batch).cpu().mean(0)
+        return self.compute([batch]).mean(0)
 
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
         """Extract the features of images from ``preprocess`` in one batch, without cameras, views and modality.
@@ -376,8 +364,7 @@ class Predictor(FeatureModel):
         """
         batch: dict[str, Any] = self._inputs(len(images), camids=None, viewids=None, modality=None)
         batch["images"] = self.transforms.stack(list(images))
-        with torch.inference_mode():
-            return self.features_of_batch(batch).cpu()
+        return self.compute([batch])
 
     @cached_property
     def feature_dim(self) -> int:
@@ -385,64 +372,29 @@ class Predictor(FeatureModel):
         batch = self._inputs(1, camids=[0], viewids=[0], modality=next(iter(self.modalities), None))
         image = torch.zeros(self.transforms.channels, 256, 128, dtype=torch.uint8)
         batch["images"] = self.transforms.resize(image)[None]
-        with torch.inference_mode():
-            return self.features_of_batch(batch).shape[1]
+        return self.compute([batch]).shape[1]
 
-    def features_of_batch(self, batch: dict[str, Any]) -> Tensor:
-        """Extract the features of a preprocessed batch.
+    def compute(
+        self, batches: Iterable[Batch], *, forward: Forward = call_model, policy: PrecisionPolicy | None = None
+    ) -> Tensor:
+        """Compute the features of preprocessed batches.
 
         Args:
-            batch: dict with ``images``: (B, C, H, W) in 0..255, and with ``camids``, ``viewids`` and the column of the
-                modality if the model requires them.
+            batches: dicts with ``images``: (B, C, H, W) in 0..255, and with ``camids``, ``viewids`` and the column of
+                the modality if the model requires them.
+            forward: other outputs of the model; see ``extract_features``. Default: the features.
+            policy: precision. Default: that of the model.
 
         Returns:
-            (B, D) float32 on the model's device.
+            (N, D) float32 on the CPU, not normalized; (0, 0) without batches.
 
         Raises:
             DataError: if a feature is not finite.
         """
-        return self._check_finite(extract_features(self.model, batch, self.policy, self.cfg.TEST.FLIP.ENABLED))
-
-    def _check_finite(self, features: Tensor) -> Tensor:
-        """Return the features; raise DataError if one is not finite."""
-        if not torch.isfinite(features).all():
-            raise DataError(
-                f"features are not finite with {self.policy.describe()}.\n"
-                "  fix: set SOLVER.AMP.EVAL_DTYPE to float32; if that fails too, use another checkpoint"
-            )
-        return features
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        """Names of the values that an extraction stores, of all outputs of the model."""
-        return tuple(name for output in self.outputs.values() if output.stored for name in output.names)
-
-    def features_and_values_of_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Extract the features of a preprocessed batch, and the values that an extraction stores.
-
-        Args:
-            batch: see ``features_of_batch``.
-
-        Returns:
-            (B, D) and (B, A) float32 on the model's device; A is the number of ``stored_names``.
-
-        Raises:
-            DataError: if a feature or a value is not finite.
-        """
-        found = [self._features_and_values(batch, output) for output in self.outputs.values() if output.stored]
-        if not found:
-            features = self.features_of_batch(batch)
-            return features, features.new_empty(len(features), 0)
-        return found[0][0], torch.cat([values for _, values in found], dim=1)
-
-    def _features_and_values(self, batch: dict[str, Any], output: PredictorOutput) -> tuple[Tensor, Tensor]:
-        def compute_both(batch: dict[str, Any]) -> Tensor:
-            return torch.cat([to_float32(tensor) for tensor in output.compute(self.model, batch)], dim=1)
-
-        both: Any = compute_both  # extract_features calls a model or a function
-        tensor = self._check_finite(extract_features(both, batch, self.policy, self.cfg.TEST.FLIP.ENABLED))
-        count = len(output.names)
-        return tensor[:, :-count], output.finish(tensor[:, -count:])
+        flip = self.cfg.TEST.FLIP.ENABLED
+        options: dict[str, Any] = {"locate": None, "on_all_ranks": False, "flip_test": flip, "forward": forward}
+        found = collect_features(self.model, batches, policy or self.policy, **options)
+        return found.get("features", torch.empty(0, 0))
 
     def camera_view_ids(self, count: int, **given: Sequence[int] | np.ndarray | None) -> dict[str, Tensor]:
         """Validate cameras and views and convert them to model inputs, one per image; see ``features``.
@@ -505,21 +457,6 @@ class Predictor(FeatureModel):
                 "  fix: pass the modality of the images (--modality, modality=...), or set MODEL.BACKBONE.MODALITY"
             )
         return batch | {self.modality_column: torch.tensor([names.index(name) for name in given], dtype=torch.int64)}
-
-
-def feature_values(cfg: CfgNode) -> dict[str, Any]:
-    """Return the values of the config keys that determine the features, in addition to the weights."""
-    excluded = {"MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES"}
-    # Whether the bias of the neck is trained does not matter, only its value. Dropout and MixStyle are for training.
-    excluded |= {"MODEL.HEADS.NECK_BIAS", "MODEL.BACKBONE.DROPOUT"}
-    excluded |= {"MODEL.BACKBONE.MIXSTYLE", "MODEL.BACKBONE.MIXSTYLE_PROB", "MODEL.BACKBONE.MIXSTYLE_ALPHA"}
-    # Describes images, not the model: features of visible and infrared images are compared with each other.
-    excluded |= {"MODEL.BACKBONE.MODALITY"}
-    # Features of single images do not depend on the pooling of frames and on the classifier.
-    excluded |= {"MODEL.HEADS.TEMPORAL_POOL", "MODEL.HEADS.SUBCENTERS.NUMBER", "MODEL.HEADS.SUBCENTERS.MIN_MARGIN"}
-    excluded |= {"MODEL.HEADS.PFC.ENABLED", "MODEL.HEADS.PFC.SAMPLE_RATE", "MODEL.HEADS.FILTER_ABOVE"}
-    values = {key.path: value for key, value in cfg.keys_below() if key.path.startswith(_KEYS_OF_FEATURES)}
-    return {path: value for path, value in values.items() if path not in excluded}
 
 
 def _check_pairs(pairs: Any, checkpoint: Path) -> None:

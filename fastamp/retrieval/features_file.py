@@ -9,8 +9,9 @@ import numpy as np
 from fastamp.retrieval.columns import OWN_COLUMNS, ImageColumns
 from fastamp.retrieval.features import Features
 from fastamp.retrieval.model_id import ModelId
-from fastamp.retrieval.npz import map_array, open_arrays, text_of
+from fastamp.retrieval.npz import map_array, open_arrays, text_of, write_arrays
 from fastamp.utils.errors import DataError
+from fastamp.utils.files import write_atomically
 
 _EXPECTED = ("features", "paths", "pids", "camids", "config_hash", "checkpoint", "metric")
 # Column -> allowed dtype kinds and shape; N is the number of images.
@@ -24,6 +25,7 @@ _COLUMNS: dict[str, tuple[str, tuple[int | str, ...]]] = {
 }
 COLUMN_PREFIX = "column."
 """Prefix of the arrays of further columns, e.g. ``column.species``."""
+_BLOCK = 4096
 _FIX = "create the file with fastamp extract"
 
 
@@ -73,6 +75,22 @@ def read_features(path: str | PathLike[str]) -> Features:
         raise DataError(f"{path}: expected the metric to be cosine or euclidean, got {metric!r:.50}.\n  fix: {_FIX}")
     model = ModelId(matrix.shape[1], metric, config_hash, checkpoint)
     return Features(path, matrix, ImageColumns(**own, further=further), model, fingerprint)
+
+
+def write_features(features: Features) -> None:
+    """Write features to the file ``features.path``, see ``read_features``.
+
+    Raises:
+        WriteError: if the file cannot be written.
+    """
+    images, model, matrix = features.images, features.model, features.matrix
+    own = {name: getattr(images, name) for name in OWN_COLUMNS}
+    arrays = {name: values for name, values in own.items() if values is not None}
+    arrays |= {COLUMN_PREFIX + name: values for name, values in images.further.items()}
+    arrays |= {name: np.array(getattr(model, name)) for name in ("config_hash", "checkpoint", "metric")}
+    blocks = (matrix[start : start + _BLOCK] for start in range(0, len(matrix), _BLOCK))
+    shape = (len(matrix), matrix.shape[1])
+    write_atomically(features.path, lambda file: write_arrays(file, arrays, blocks, shape))
 
 
 def _check_columns(path: Path, own: Mapping[str, np.ndarray], further: Mapping[str, np.ndarray], count: int) -> None:

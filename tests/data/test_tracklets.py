@@ -346,7 +346,7 @@ def test_predictor_computes_the_feature_of_a_tracklet(video, pool):
     batch = next(iter(build_reid_test_loader(cfg, f"csv:{video}")[0]))
     rows = (batch["tracklet"] == batch["tracklet"][0]).nonzero()[:, 0].tolist()
     with torch.inference_mode():
-        expected = predictor.features_of_batch(batch)[rows].mean(0)
+        expected = predictor.compute([batch])[rows].mean(0)
     frames = [batch["img_paths"][row] for row in rows]
     torch.testing.assert_close(predictor.tracklet_features(frames), expected)
     torch.testing.assert_close(predictor.tracklet_features(frames[:1]), predictor.features(frames[0])[0])

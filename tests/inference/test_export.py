@@ -361,7 +361,7 @@ def test_features_of_images_are_compared_for_tracklets(checkpoint, tmp_path):
     opts = ["MODEL.HEADS.TEMPORAL_POOL", "avg", "SOLVER.AMP.EVAL_DTYPE", "float32"]
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=opts)
     ranked = RankedImages(predictor, f"csv:{write_video(tmp_path)}", 0)
-    features = ranked.features(predictor.features_of_batch)
+    features = ranked.features(lambda batch: predictor.compute([batch]))
     assert len(torch.unique(torch.cat(features), dim=0)) == 40  # 8 tracklets of 5 frames
     assert ranked.mean_average_precision(features) > 0
 

@@ -20,10 +20,10 @@ from fastamp.cli import main, search
 from fastamp.data import build_reid_test_loader
 from fastamp.data.build import build_dataset
 from fastamp.engine import DefaultTrainer
-from fastamp.inference import extract as module
-from fastamp.inference import image_folder
-from fastamp.inference.extract import extract, list_images
+from fastamp.inference import image_folder, partial_rows
+from fastamp.inference.extract import extract
 from fastamp.inference.image_folder import open_source
+from fastamp.inference.image_list import list_images
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.open_gallery import open_gallery
 from fastamp.utils import lock
@@ -57,8 +57,7 @@ def test_extraction_reproduces_features_and_metrics_of_evaluation(predictor, run
     columns = zip(found.images.paths, found.images.pids, found.images.camids, found.images.split, strict=True)
     assert [(str(a), int(b), int(c), str(d)) for a, b, c, d in columns] == rows and left_out == []
     loader, _ = build_reid_test_loader(predictor.cfg, "Demo")
-    with torch.inference_mode():
-        expected = torch.cat([predictor.features_of_batch(batch) for batch in loader])
+    expected = predictor.compute(loader)
     assert np.array_equal(found.matrix[: len(expected)], expected.numpy()) and found.matrix.dtype == np.float32
     assert found.model == predictor.model_id
     assert not list(tmp_path.glob("*.parts"))
@@ -95,16 +94,23 @@ def test_extraction_of_a_csv_file_stores_identity_names_and_boxes(predictor, ima
 
 
 def killed_after(number, monkeypatch):
-    """Interrupt extractions when they write part ``number`` (0-based)."""
-    write = module._Parts.write
+    """Interrupt extractions after ``number`` batches."""
+    append, appended = partial_rows.PartialRows.append, []
 
     def dying(self, *args):
-        if len(self.paths) == number:
+        if len(appended) == number:
             raise KeyboardInterrupt
-        write(self, *args)
+        appended.append(append(self, *args))
 
-    monkeypatch.setattr(module._Parts, "write", dying)
-    monkeypatch.setattr(module, "_PART_SECONDS", -1.0)
+    monkeypatch.setattr(partial_rows.PartialRows, "append", dying)
+    monkeypatch.setattr(partial_rows, "_SAVE_SECONDS", -1.0)
+
+
+def count_batches(predictor):
+    """Return a list to which the model appends the number of images of each batch."""
+    counts = []
+    predictor.model.register_forward_hook(lambda module, inputs, output: counts.append(len(output)))
+    return counts
 
 
 def test_resumed_extraction_is_bit_identical_to_uninterrupted_extraction(
@@ -116,15 +122,22 @@ def test_resumed_extraction_is_bit_identical_to_uninterrupted_extraction(
         killed_after(1, patch)
         with pytest.raises(KeyboardInterrupt):
             extract(predictor, images, out)
-    assert not out.exists() and len(list(parts.glob("*.npz"))) == 1
-    (parts / "000000000099.npz").write_bytes(b"not whole")
-    computed = []
-    with monkeypatch.context() as patch:
-        compute = predictor.features_of_batch
-        patch.setattr(predictor, "features_of_batch", lambda batch: computed.append(batch) or compute(batch))
-        extract(predictor, images, out)
-    assert len(computed) == 1 and "8 of 11 images" in caplog.text
+    assert not out.exists() and json.loads((parts / "of.json").read_text())["done"] == 8
+    with (parts / "rows.f32").open("ab") as file:
+        file.write(b"not complete")
+    computed = count_batches(predictor)
+    extract(predictor, images, out)
+    assert computed == [3] and "8 of 11 images" in caplog.text
     assert out.read_bytes() == (tmp_path / "whole.npz").read_bytes() and not parts.exists()
+
+    # Rows that are missing are computed again.
+    with monkeypatch.context() as patch:
+        killed_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            extract(predictor, images, out)
+    (parts / "rows.f32").write_bytes(b"short")
+    extract(predictor, images, out)
+    assert out.read_bytes() == (tmp_path / "whole.npz").read_bytes()
 
     # Parts of other images are not reused.
     with monkeypatch.context() as patch:
@@ -144,7 +157,7 @@ def contents(folder):
     "files",
     [
         {"notes.txt": "mine"},
-        {"000000000000.npz": "mine"},
+        {"rows.f32": "mine"},
         {"of.json": "{}"},
         {"of.json": "mine"},
         {"of.json": '["model", "images"]', "a/b": ""},
@@ -187,18 +200,16 @@ def test_extraction_keeps_other_files_in_parts_folder(predictor, images, tmp_pat
         killed_after(1, patch)
         with pytest.raises(KeyboardInterrupt):
             extract(predictor, images, out)
-    assert sorted(path.name for path in parts.iterdir()) == [
-        "000000000000.npz",
-        "of.json",
-    ]
+    assert sorted(path.name for path in parts.iterdir()) == ["of.json", "rows.f32"]
     (parts / "features.npz").write_text("mine")
-    (parts / ".000000000008.npz.abc.tmp").write_text("a killed extraction's")
+    (parts / ".of.json.abc.tmp").write_text("a killed extraction's")
     elsewhere = tmp_path / "elsewhere.npz"
     elsewhere.write_text("mine")
-    (parts / "000000000008.npz").symlink_to(elsewhere)
+    (parts / "rows.f32").unlink()
+    (parts / "rows.f32").symlink_to(elsewhere)
     next(images.rglob("3.jpg")).unlink()  # makes the parts those of another extraction
     assert len(extract(predictor, images, out)[0].images.paths) == 10
-    assert sorted(path.name for path in parts.iterdir()) == ["000000000008.npz", "features.npz"]
+    assert [path.name for path in parts.iterdir()] == ["features.npz"]
     assert (parts / "features.npz").read_text() == elsewhere.read_text() == "mine"
 
 
@@ -210,14 +221,14 @@ def test_concurrent_extraction_to_the_same_file_raises(predictor, images, tmp_pa
     receiver, sender = fork.Pipe(duplex=False)
 
     def first():
-        write = module._Parts.write
+        append = partial_rows.PartialRows.append
 
-        def writing(self, *args):
-            write(self, *args)
+        def appending(self, *args):
+            append(self, *args)
             sender.send("started")
             signal.pause()
 
-        module._Parts.write, module._PART_SECONDS = writing, -1.0
+        partial_rows.PartialRows.append, partial_rows._SAVE_SECONDS = appending, -1.0
         extract(predictor, images, out)
 
     process = fork.Process(target=first, daemon=True)
@@ -227,10 +238,8 @@ def test_concurrent_extraction_to_the_same_file_raises(predictor, images, tmp_pa
         extract(predictor, images, out)
     process.kill()
     process.join()
-    computed = []
-    compute = predictor.features_of_batch
-    monkeypatch.setattr(predictor, "features_of_batch", lambda batch: computed.append(batch) or compute(batch))
-    assert len(extract(predictor, images, out)[0].images.paths) == 11 and len(computed) == 1
+    computed = count_batches(predictor)
+    assert len(extract(predictor, images, out)[0].images.paths) == 11 and computed == [3]
 
 
 @pytest.mark.integration
@@ -308,7 +317,7 @@ def test_extraction_raises_and_leaves_no_files_if_disk_is_full(predictor, images
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "write_arrays", full)
+    monkeypatch.setattr(partial_rows.PartialRows, "append", full)
     with pytest.raises(ConfigError, match=r"out\.npz.*No space left"):
         extract(predictor, images, tmp_path / "out.npz")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]

@@ -483,11 +483,13 @@ def test_extraction_has_the_features_and_the_probabilities_of_the_predictor(join
 
 @pytest.mark.integration
 def test_extraction_of_a_model_with_other_attributes_is_not_resumed(joint):
-    from fastamp.inference.extract import _marker_of, list_images
+    from fastamp.inference.extract import describe_extraction
+    from fastamp.inference.image_list import list_images
     from fastamp.utils.choices import EXTRACTED_SPLITS
 
     predictor, _, folder = joint
-    marker = _marker_of(predictor, list_images(f"csv:{folder / 'table.csv'}", predictor.cfg, EXTRACTED_SPLITS), False)
+    listing = list_images(f"csv:{folder / 'table.csv'}", predictor.cfg, EXTRACTED_SPLITS)
+    marker = describe_extraction(predictor, listing, False)
     assert marker["values"] == ["color=none", "color=red", "hat"]
 
 

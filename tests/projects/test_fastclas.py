@@ -80,7 +80,7 @@ def test_training_evaluation_resume_and_prediction(folder, tmp_path):
     predictor = Predictor(run)
     assert predictor.outputs["classes"].names == ORDER
     images = RankedImages(predictor, "ClassFolder", limit=0)
-    rows = images.features(lambda batch: predictor.features_of_batch(batch))
+    rows = images.features(lambda batch: predictor.compute([batch]))
     assert sum(map(len, rows)) == 9 and images.mean_average_precision(rows) is None
     image = Image.new("RGB", (50, 80), COLORS["9 red"])
     (found,) = predictor.predict("classes", image)

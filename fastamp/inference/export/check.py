@@ -10,7 +10,6 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from fastamp.feature_pass import extract_features
 from fastamp.inference.export.preprocessing import for_each_size
 from fastamp.inference.export.quiet import ExportError, quiet
 from fastamp.inference.export.trace import label_inputs, normalized
@@ -152,9 +151,7 @@ def compare_exported(
 
     def unscaled(batch: Batch) -> Tensor:
         batch = {name: values for name, values in batch.items() if name not in ignored}
-        with torch.inference_mode():
-            features: Tensor = extract_features(predictor.model, batch, policy, predictor.cfg.TEST.FLIP.ENABLED)
-            return features.cpu()
+        return predictor.compute([batch], policy=policy)
 
     def expected(batch: dict[str, Any]) -> Tensor:
         return normalized(unscaled(batch)) if l2 else unscaled(batch)

@@ -239,6 +239,7 @@ class CLIPReID(Baseline):
                 "  fix: set MODEL.HEADS.NUM_CLASSES to the number of identities"
             )
 
+    @torch.no_grad()
     def prompt_image_features(self, batch: dict[str, Any]) -> torch.Tensor:
         """Compute the projections (B, text_dim) for the first stage: without camera and view embeddings."""
         return self.feature_maps(batch, _Features(self.backbone, side_information=False))[2]

@@ -1,0 +1,123 @@
+"""List of the images to extract: those of a dataset, a CSV file or a folder, with their columns."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from fastamp.config import CfgNode
+from fastamp.data.build import build_dataset
+from fastamp.data.columns import to_array
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, number_cameras
+from fastamp.data.datasets.custom import PATH_DATASETS, image_files
+from fastamp.data.datasets.items import Column, ImageItem, PackedItems
+from fastamp.retrieval.columns import ImageColumns
+from fastamp.utils.choices import EXTRACTED_SPLITS
+from fastamp.utils.errors import DataError, check_choice, did_you_mean
+
+
+@dataclass(frozen=True)
+class Listing:
+    """N images with their identities and splits; see ``ImageColumns`` for the columns."""
+
+    items: PackedItems
+    pids: np.ndarray
+    split: np.ndarray | None = None
+    cameras: np.ndarray | None = None
+    dataset: ImageDataset | None = None
+    has_cameras: bool = True
+
+    def columns(self, rows: np.ndarray) -> ImageColumns:
+        """Return the columns of images, given their indices."""
+        items = self.items.take(rows)
+        boxes = None
+        if items.boxes is not None and any(item.box for item in items):
+            boxes = np.array([item.box or (-1, -1, -1, -1) for item in items], dtype=np.int64)
+        return ImageColumns(
+            paths=np.array(items.paths(np.arange(len(items)))),
+            pids=self.pids[rows],
+            camids=items.camids.codes if self.has_cameras else np.full(len(items), -1),
+            split=None if self.split is None else self.split[rows],
+            boxes=boxes,
+            cameras=None if self.cameras is None else self.cameras[rows],
+            further={name: to_array(column) for name, column in items.columns.items()},
+        )
+
+
+def dataset_name(source: str | PathLike[str]) -> str:
+    """Return the name of a dataset or CSV file as in DATASETS.NAMES; "" for a folder.
+
+    Raises:
+        DataError: if ``source`` is neither a dataset, a CSV file nor a folder.
+    """
+    name = str(source)
+    if name in DATASET_REGISTRY or name.partition(":")[0] in PATH_DATASETS:
+        return name
+    if Path(name).expanduser().is_dir():
+        return ""
+    if name.endswith(".csv"):
+        return f"csv:{name}"
+    suggestion = "" if "/" in name else did_you_mean(name, DATASET_REGISTRY)
+    raise DataError(
+        f"{name} not found; expected a folder, a CSV file or a dataset name as in DATASETS.NAMES.{suggestion}\n"
+        "  fix: correct the path or the dataset name"
+    )
+
+
+def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str] = EXTRACTED_SPLITS) -> Listing:
+    """List the images of a dataset, a CSV file or a folder, in a fixed order.
+
+    Args:
+        source: dataset name as in DATASETS.NAMES, including ``csv:FILE`` and ``folder:FOLDER``; a CSV file; or a folder
+            whose images, including those in subfolders, are used without identities and cameras.
+        cfg: config; only DATASETS is read.
+        splits: splits of a dataset to include. Default: query, gallery, train.
+
+    Returns:
+        The images with their identities, cameras and splits.
+
+    Raises:
+        ConfigError: if a split is unknown.
+        DataError: if the dataset is unknown or invalid, or contains no images.
+    """
+    for split in splits:
+        check_choice("splits", split, EXTRACTED_SPLITS)
+    name = dataset_name(source)
+    if not name:
+        folder = Path(source).expanduser()
+        files = [ImageItem(file, 0, -1) for file in image_files(folder)]
+        if not files:
+            raise DataError(
+                f"no images found in {folder.absolute()} or its subfolders.\n"
+                "  fix: choose a folder that contains image files"
+            )
+        return Listing(PackedItems.of(files), np.full(len(files), -1))
+    dataset = build_dataset(name, cfg)
+    parts = {split: PackedItems.of(getattr(dataset, split)) for split in EXTRACTED_SPLITS if split in splits}
+    items = PackedItems.concat([*parts.values(), PackedItems.of([])])
+    if not items:
+        raise DataError(
+            f"dataset {name} contains no {' or '.join(parts)} images.\n  fix: choose other splits with --splits"
+        )
+    values, inverse = items.pids.unique()
+    pids = [dataset.identity(pid) for pid in values]
+    are_integers = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", pid) for pid in pids)
+    values, codes = items.camids.unique()
+    names = [dataset.camera(camera) for camera in values]
+    has_names = any(name not in ("", str(camera)) for name, camera in zip(names, values, strict=True))
+    cameras = items.camids
+    if not cameras.is_integer:
+        cameras = cameras.map(number_cameras(cameras.unique()[0]).get)
+    split_names = np.concatenate([np.full(len(part), split) for split, part in parts.items()])
+    items = items.replace(pids=Column(np.zeros(len(items), dtype=np.int64)), camids=cameras)
+    return Listing(
+        items,
+        np.array(pids, dtype=np.int64 if are_integers else None)[inverse],
+        split_names,
+        np.array(names)[codes] if has_names else None,
+        dataset,
+        has_cameras=any(names),
+    )
