@@ -24,7 +24,6 @@ from fastamp.evaluation import (
     Identities,
     Protocol,
     ReidEvaluator,
-    check_matches,
     inference_on_dataset,
     print_results,
 )

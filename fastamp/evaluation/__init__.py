@@ -15,14 +15,18 @@ from fastamp.evaluation import (  # noqa: F401  register their protocols
 )
 from fastamp.evaluation.evaluator import EVALUATOR_REGISTRY, DatasetEvaluator, inference_on_dataset
 from fastamp.evaluation.identities import Identities
-from fastamp.evaluation.metrics import EvaluationResult, check_matches, compute_metrics, rank_distances
+from fastamp.evaluation.metrics import compute_metrics
 from fastamp.evaluation.precise_bn import update_bn_statistics
-from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Protocol, RankingRule
+from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.ranker import rank_distances
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RankingRule
 from fastamp.evaluation.reid_evaluation import ReidEvaluator
 from fastamp.evaluation.report_section import CountMatrix, ImageExample, ReportSection, Table
+from fastamp.evaluation.result import EvaluationResult
 from fastamp.evaluation.results_table import print_results
 from fastamp.evaluation.retrieval_examples import RankList, ReportOptions, RetrievalExamples
+from fastamp.evaluation.test_set import check_test_set
 
 __all__ = [
     "EVALUATOR_REGISTRY",
@@ -41,7 +45,7 @@ __all__ = [
     "ReportSection",
     "RetrievalExamples",
     "Table",
-    "check_matches",
+    "check_test_set",
     "compute_metrics",
     "inference_on_dataset",
     "print_results",

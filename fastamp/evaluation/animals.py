@@ -11,19 +11,19 @@ The database of a query is the gallery of its own species. There are no cameras.
   program; animals_disjoint excludes it.
 """
 
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from fastamp.config import CfgNode
 from fastamp.config.key import Key
-from fastamp.evaluation import identification
-from fastamp.evaluation.identities import IMAGE, Identities, Junk, Matches
-from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Protocol, Ranker, RankingRule
-from fastamp.evaluation.rank import MISS, RankingResult
+from fastamp.evaluation.animal_identification import AnimalRanker, identification_metrics, num_validation
+from fastamp.evaluation.identities import Identities, Junk, Matches, same_image
+from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RankingRule
 from fastamp.utils.errors import ConfigError, DataError
 
 KEYS = (
@@ -47,305 +47,188 @@ KEYS = (
     ),
 )
 
-_PID, _PREDICTED, _SIMILARITY, _OTHER, _KNOWN, _VALIDATION = range(6)
-NOT_DEFINED = "not_defined"
 
+@dataclass(frozen=True, kw_only=True)
+class AnimalRule(RankingRule):
+    """Rule under which the identity of the nearest image of the database is predicted: base class.
 
-class AnimalRanker(Ranker):
-    """Ranker that also records the nearest image of each query.
-
-    ``RankingResult.extra`` has the columns identity, identity of the nearest image, similarity of the nearest image and
-    of the nearest image of another identity (minus infinity if there is none), 1 if the database has an image of the
-    identity, and 1 for validation. Validation queries do not count for CMC and mAP.
-
-    Args:
-        identities: identities and columns of the images.
-        junk: gallery images that a query does not search, see ``search_rule``.
-        metric: metric of the distances.
-        validation: column of the validation identities; "" for none.
-        missing_is_wrong: if True, a query without a match counts as wrong in CMC and mAP, as in MiewID, instead of
-            being excluded. Default: False.
-        leave_one_out: if True, the gallery contains the query itself. Default: False.
-        trapezoid: see ``Ranker``.
+    Attributes:
+        database: column that a query and the images that it searches share; "" for no such column. Default: species.
+        identifies: if False, only CMC, mAP and mINP are computed. Default: True.
+        missing_is_wrong: see ``AnimalRanker``. Default: False.
     """
 
-    num_extra = 6
+    missing_is_wrong: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        identities: Identities,
-        *,
-        junk: Junk | None,
-        metric: str,
-        validation: str = "",
-        missing_is_wrong: bool = False,
-        leave_one_out: bool = False,
-        trapezoid: bool = False,
-    ) -> None:
-        if validation:
-            _check_validation(identities, validation)
-        super().__init__(identities, junk=junk, trapezoid=trapezoid)
-        self.offset = 1.0 if metric == "cosine" else 0.0
-        self.validation = np.zeros(len(self.matches.query_pids), dtype=bool)
-        if validation:
-            self.validation = self.matches.query_columns[validation] > 0
-            self.num_gallery -= int((self.matches.gallery_columns[validation] > 0).sum())
-        self.num_gallery -= leave_one_out
-        self.missing_is_wrong = missing_is_wrong
+    database: str = "species"
+    identifies: bool = True
 
-    def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
-        """Rank the gallery, see ``Ranker.rank``; also return the extra columns, (B, 6) float64."""
-        ap, inp, first_match = super().rank(start, distances)
-        pids = self.matches.query_pids[start : start + len(distances)]
-        validation = self.validation[start : start + len(distances)]
-        extra = np.empty((len(distances), self.num_extra))
-        searched = distances.nan_to_num(nan=torch.inf)
-        same = torch.from_numpy(pids[:, None] == self.matches.gallery_pids).to(distances.device)
-        nearest, other = searched.amin(1), searched.masked_fill(same, torch.inf).amin(1)
-        # Of equally near images, the first in the gallery, as in the ranking.
-        first = (searched == nearest[:, None]).to(torch.uint8).argmax(1)
-        extra[:, _PID], extra[:, _PREDICTED] = pids, self.matches.gallery_pids[first.cpu().numpy()]
-        extra[:, _SIMILARITY] = self.offset - nearest.double().cpu().numpy()
-        extra[:, _OTHER] = self.offset - other.double().cpu().numpy()
-        extra[:, _KNOWN], extra[:, _VALIDATION] = first_match[:, 0] >= 0, validation
-        if self.missing_is_wrong:
-            first_match[first_match < 0] = MISS
-        ap[validation], inp[validation], first_match[validation] = 0, 0, -1
-        return ap, inp, first_match, extra
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        """Read the arguments from the config."""
+        return super().from_config(cfg) | {"database": cfg.TEST.ANIMALS.DATABASE}
 
+    def describe(self) -> str:
+        """Describe the rule for the log."""
+        return super().describe() + (f", each against its own {self.database}" if self.database else "")
 
-def _check_validation(identities: Identities, column: str) -> None:
-    """Check that a column marks the images for validation.
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The column of the database."""
+        return (self.database,) if self.database else ()
 
-    Raises:
-        DataError: if it has texts, or numbers other than 0 and 1; missing values are allowed.
-    """
-    values = torch.cat(identities.columns[column]).unique().tolist()
-    names = identities.column_names.get(column) or ()
-    wrong = names[:5] or [value for value in values if value == value and value not in (-1, 0, 1)][:5]
-    if wrong:
-        raise DataError(
-            f"the column {column!r} of TEST.ANIMALS.VALIDATION must be 1 for the images that are held out for "
-            f"validation, and 0 for the others; got {', '.join(map(str, wrong))}.\n"
-            "  fix: choose another column, write it with fastamp split --validation, or set TEST.ANIMALS.THRESHOLD"
-        )
+    def column_fix(self, column: str) -> str:
+        """Return what to change in the config if the column is missing."""
+        return "change TEST.ANIMALS.DATABASE (empty: the whole gallery)"
 
+    @property
+    def junk(self) -> Junk | None:
+        """Images that a query does not search: those of other databases, and the query itself."""
+        if not (self.columns or self.all_images):
+            return None
+        return Junk(self._is_not_searched, same_identity_only=not self.columns, uses_cameras=False)
 
-def search_rule(database: str, validation: str, *, leave_one_out: bool) -> Junk | None:
-    """Return the rule for the gallery images that a query does not search.
-
-    Args:
-        database: column that a query and the images that it searches share; "" for no such column.
-        validation: column of the validation identities, which test queries do not search; "" for none.
-        leave_one_out: True if a query does not search itself.
-    """
-
-    def test(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
+    def _is_not_searched(self, matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
         junk = np.zeros(np.broadcast_shapes(queries.shape, gallery.shape), dtype=bool)
-        if leave_one_out:
-            junk |= matches.query_columns[IMAGE][queries] == matches.gallery_columns[IMAGE][gallery]
-        if database:
-            junk |= matches.query_columns[database][queries] != matches.gallery_columns[database][gallery]
-        if validation:
-            junk |= (matches.query_columns[validation][queries] < 1) & (
-                matches.gallery_columns[validation][gallery] > 0
-            )
+        if self.all_images:
+            junk |= same_image(matches, queries, gallery)
+        if self.database:
+            junk |= matches.query_columns[self.database][queries] != matches.gallery_columns[self.database][gallery]
         return junk
 
-    if not (database or validation or leave_one_out):
-        return None
-    return Junk(test, same_identity_only=not (database or validation), uses_cameras=False)
-
-
-def choose_threshold(
-    similarities: np.ndarray,
-    others: np.ndarray,
-    *,
-    right: np.ndarray,
-    known: np.ndarray,
-    pids: np.ndarray,
-) -> float:
-    """Choose the similarity below which a query is *new*, so that the geometric mean of BAKS and BAUS is largest.
-
-    Each query is a known animal once, and an unknown one once: without the images of its identity.
-
-    Args:
-        similarities: (N,) float, similarity of the nearest image.
-        others: (N,) float, similarity of the nearest image of another identity.
-        right: (N,) bool, True if the nearest image is of the query's identity.
-        known: (N,) bool, True if the database has an image of the identity.
-        pids: (N,) int64 identities.
-
-    Returns:
-        The middle of the range of the best thresholds, which lie between two of the similarities.
-
-    Raises:
-        DataError: if no query is known.
-    """
-    if not known.any():
-        raise DataError(
-            f"the threshold for new animals cannot be chosen: none of the {len(known)} validation queries has an image "
-            "of its identity in the gallery.\n"
-            "  fix: add validation images to the gallery (fastamp split --validation), or set TEST.ANIMALS.THRESHOLD"
-        )
-    accepted = similarities[known & right]
-    accepted_weights = (_class_weights(pids[known]))[right[known]]
-    values = np.unique(np.concatenate((accepted, others)))
-    values = values[np.isfinite(values)]
-    candidates = np.concatenate((values[:1] - 1, (values[:-1] + values[1:]) / 2, values[-1:] + 1))
-    baks = accepted_weights.sum() - _cumulative(accepted, accepted_weights, candidates)
-    baus = _cumulative(others, _class_weights(pids), candidates)
-    scores = np.sqrt(baks.clip(0) * baus)
-    best = np.flatnonzero(scores >= scores.max() - 1e-12)
-    # The first run of equally good candidates; another one may lie elsewhere.
-    best = best[: int(np.argmax(np.append(np.diff(best) > 1, True))) + 1]
-    return float(candidates[best[len(best) // 2]])
-
-
-def _class_weights(pids: np.ndarray) -> np.ndarray:
-    """Return the weight of each image in the mean over identities of the mean over the images of an identity."""
-    _, inverse, counts = np.unique(pids, return_inverse=True, return_counts=True)
-    weights: np.ndarray = 1 / (counts[inverse.reshape(-1)] * len(counts))
-    return weights
-
-
-def _cumulative(scores: np.ndarray, weights: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
-    """Return the sum of the weights of the scores below each threshold."""
-    order = np.argsort(scores)
-    sums = np.concatenate(([0.0], np.cumsum(weights[order])))
-    below: np.ndarray = sums[np.searchsorted(scores[order], thresholds, side="left")]
-    return below
-
-
-def identification_metrics(
-    ranking: RankingResult, every: RankingResult, *, threshold: float | None, has_new: bool
-) -> dict[str, Any]:
-    """Compute BAKS, BAUS, their geometric mean and the AUC of new animals, in percent.
-
-    Args:
-        ranking: queries of a group, or all queries.
-        every: all queries, on whose validation queries the threshold is chosen if it is None.
-        threshold: similarity below which a query is new; None chooses it.
-        has_new: if False, no query is called new, and only BAKS is computed.
-
-    Returns:
-        Name -> value. Metrics that are not defined, e.g. BAUS without unknown animals, are listed in ``not_defined``.
-    """
-    rows = _extra(ranking)
-    test = rows[rows[:, _VALIDATION] == 0]
-    pids, predicted = test[:, _PID].astype(np.int64), test[:, _PREDICTED].astype(np.int64)
-    called_new = np.isneginf(test[:, _SIMILARITY])  # the database has no image
-    metrics: dict[str, Any] = {"num_validation": len(rows) - len(test)} if len(test) < len(rows) else {}
-    if has_new:
-        threshold = chosen_threshold(every) if threshold is None else threshold
-        called_new |= test[:, _SIMILARITY] < threshold
-        metrics["new_threshold"] = {"similarity": threshold}
-    known = test[:, _KNOWN] > 0
-    unknown = set(pids[~known].tolist()) - set(pids[known].tolist())
-    labels = [identification.NEW if new else pid for new, pid in zip(called_new, predicted.tolist(), strict=True)]
-    values = {"BAKS": identification.baks(pids, labels, unknown)}
-    if has_new:
-        values["BAUS"] = identification.baus(pids, labels, unknown)
-        values["BAKS-BAUS"] = identification.geometric_mean(values["BAKS"], values["BAUS"])
-        values["AUC-new"] = identification.auc_new([pid in unknown for pid in pids.tolist()], test[:, _SIMILARITY])
-    metrics |= {name: 100 * value for name, value in values.items() if not np.isnan(value)}
-    missing = [name for name, value in values.items() if np.isnan(value)]
-    return metrics | ({NOT_DEFINED: missing} if missing else {})
-
-
-def chosen_threshold(ranking: RankingResult) -> float:
-    """Choose the threshold for new animals on the validation queries, see ``choose_threshold``.
-
-    Raises:
-        DataError: if there are no validation queries, or none of them is known.
-    """
-    rows = _extra(ranking)
-    rows = rows[rows[:, _VALIDATION] > 0]
-    if not len(rows):
-        raise DataError(
-            "the threshold for new animals cannot be chosen: the test set has no validation queries, whose value in "
-            "the column of TEST.ANIMALS.VALIDATION is 1.\n"
-            "  fix: hold out identities with fastamp split --validation, or set TEST.ANIMALS.THRESHOLD"
-        )
-    return choose_threshold(
-        rows[:, _SIMILARITY],
-        rows[:, _OTHER],
-        right=rows[:, _PID] == rows[:, _PREDICTED],
-        known=rows[:, _KNOWN] > 0,
-        pids=rows[:, _PID].astype(np.int64),
-    )
-
-
-def _rule(
-    text: str,
-    *,
-    database: str = "species",
-    validation: str = "",
-    threshold: float | None = None,
-    open_set: bool = False,
-    leave_one_out: bool = False,
-    missing_is_wrong: bool = False,
-) -> RankingRule:
-    """Build a rule; for the arguments, see ``AnimalRanker`` and ``identification_metrics``."""
-    junk = search_rule(database, validation, leave_one_out=leave_one_out)
-
-    def build(identities: Identities, protocol: Protocol) -> AnimalRanker:
+    def ranker(self, identities: Identities, metric: str) -> AnimalRanker:
+        """Build the ranker."""
         return AnimalRanker(
             identities,
-            junk=junk,
-            metric=protocol.metric,
-            validation=validation,
-            missing_is_wrong=missing_is_wrong,
-            leave_one_out=leave_one_out,
-            trapezoid=protocol.trapezoid,
+            junk=self.junk,
+            metric=metric,
+            missing_is_wrong=self.missing_is_wrong,
+            leave_one_out=self.all_images,
+            trapezoid=self.trapezoid,
         )
 
-    return RankingRule(
-        text=text + (f", each against its own {database}" if database else ""),
-        junk=junk,
-        build=build,
-        columns=tuple(filter(None, (database, validation))),
-        column_keys=("change TEST.ANIMALS.DATABASE (empty: the whole gallery)",) * bool(database)
-        + ("set TEST.ANIMALS.THRESHOLD to a similarity",) * bool(validation),
-        all_images=leave_one_out,
-        open_set=open_set or leave_one_out,
-        closed_set=not leave_one_out,
-        further_metrics=partial(identification_metrics, threshold=threshold, has_new=open_set),
-        further_names=("BAKS", "BAUS", "BAKS-BAUS", "AUC-new") if open_set else ("BAKS",),
-        is_calibrated=threshold is not None,
-    )
+    def metric_names(self, ranks: Sequence[int]) -> list[str]:
+        """List the names of the metrics."""
+        return [*super().metric_names(ranks), "BAKS"]
+
+    def metrics(self, ranking: RankingResult, ranks: Sequence[int], every: RankingResult) -> dict[str, Any]:
+        """Compute the metrics; see ``RankingRule.metrics`` and ``identification_metrics``."""
+        metrics = super().metrics(ranking, ranks, every)
+        return metrics | self.identify(ranking, every) if self.identifies else metrics
+
+    def identify(self, ranking: RankingResult, every: RankingResult) -> dict[str, Any]:
+        """Compute the metrics of the predictions."""
+        return identification_metrics(ranking, every, threshold=None, has_new=False)
 
 
-def _register(name: str, text: str, **options: Any) -> None:
-    """Register a protocol whose columns and threshold are those of ``TEST.ANIMALS``."""
+@PROTOCOL_REGISTRY.register("animals_closed")
+class AnimalsClosed(AnimalRule):
+    """Closed set."""
 
-    def configure(cfg: CfgNode) -> RankingRule:
-        settings = cfg.TEST.ANIMALS
-        threshold = settings.THRESHOLD if options.get("open_set") else None
+    text = "closed set of animals"
+    closed_set = True
+
+
+@PROTOCOL_REGISTRY.register("animals_open")
+@dataclass(frozen=True, kw_only=True)
+class AnimalsOpen(AnimalRule):
+    """Open set, in which a query without a similar image is *new*.
+
+    Attributes:
+        validation: column of the validation identities, which test queries do not search. Default: validation.
+        threshold: similarity below which a query is new. Default: None, chosen on the validation identities; the column
+            is not needed otherwise.
+    """
+
+    text = "open set of animals (new if no image is similar)"
+    open_set = True
+    closed_set = True
+
+    validation: str = "validation"
+    threshold: float | None = None
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        """Read the arguments from the config."""
+        threshold = cfg.TEST.ANIMALS.THRESHOLD
         if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
             raise ConfigError(
                 f"TEST.ANIMALS.THRESHOLD is {threshold!r}; expected a number.\n"
                 "  fix: set a similarity, or null to choose it on the validation set"
             )
-        validation = settings.VALIDATION if options.get("open_set") and threshold is None else ""
-        return _rule(text, database=settings.DATABASE, validation=validation, threshold=threshold, **options)
+        validation = cfg.TEST.ANIMALS.VALIDATION if threshold is None else ""
+        return super().from_config(cfg) | {"validation": validation, "threshold": threshold}
 
-    validation = "validation" if options.get("open_set") else ""
-    PROTOCOL_REGISTRY.register(name)(replace(_rule(text, validation=validation, **options), configure=configure))
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the database and of the validation identities."""
+        return super().columns + ((self.validation,) if self.validation else ())
+
+    def column_fix(self, column: str) -> str:
+        """Return what to change in the config if the column is missing."""
+        return "set TEST.ANIMALS.THRESHOLD to a similarity" if column == self.validation else super().column_fix(column)
+
+    def _is_not_searched(self, matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
+        junk = super()._is_not_searched(matches, queries, gallery)
+        if self.validation:
+            is_test = matches.query_columns[self.validation][queries] < 1
+            junk |= is_test & (matches.gallery_columns[self.validation][gallery] > 0)
+        return junk
+
+    def check(self, identities: Identities) -> None:
+        """Check that the column of the validation identities marks images.
+
+        Raises:
+            DataError: if it has texts, or numbers other than 0 and 1; missing values are allowed.
+        """
+        if not self.validation:
+            return
+        values = torch.cat(identities.columns[self.validation]).unique().tolist()
+        names = identities.column_names.get(self.validation) or ()
+        wrong = names[:5] or [value for value in values if value == value and value not in (-1, 0, 1)][:5]
+        if wrong:
+            raise DataError(
+                f"the column {self.validation!r} of TEST.ANIMALS.VALIDATION must be 1 for the images that are held out for "
+                f"validation, and 0 for the others; got {', '.join(map(str, wrong))}.\n"
+                "  fix: choose another column, write it with fastamp split --validation, or set TEST.ANIMALS.THRESHOLD"
+            )
+
+    def ranker(self, identities: Identities, metric: str) -> AnimalRanker:
+        """Build the ranker."""
+        return AnimalRanker(
+            identities, junk=self.junk, metric=metric, validation=self.validation, trapezoid=self.trapezoid
+        )
+
+    def metric_names(self, ranks: Sequence[int]) -> list[str]:
+        """List the names of the metrics."""
+        return [*super().metric_names(ranks), "BAUS", "BAKS-BAUS", "AUC-new"]
+
+    def identify(self, ranking: RankingResult, every: RankingResult) -> dict[str, Any]:
+        """Compute the metrics of the predictions."""
+        return identification_metrics(ranking, every, threshold=self.threshold, has_new=True)
+
+    def counts(self, ranking: RankingResult) -> dict[str, int]:
+        """Count the queries of the test."""
+        held_out = num_validation(ranking)
+        return {name: count - held_out for name, count in super().counts(ranking).items()}
+
+    def for_baselines(self) -> RankingRule:
+        """Return a rule without predictions, if the threshold is that of a model."""
+        return self if self.threshold is None else replace(self, identifies=False)
 
 
-_register("animals_closed", "closed set of animals")
-_register("animals_open", "open set of animals (new if no image is similar)", open_set=True)
-_register("animals_disjoint", "animals, leave-one-out", leave_one_out=True)
-_register(
-    "animals_disjoint_miewid",
-    "animals, leave-one-out, images without a match are wrong, as in MiewID",
-    leave_one_out=True,
-    missing_is_wrong=True,
-)
+@PROTOCOL_REGISTRY.register("animals_disjoint")
+class AnimalsDisjoint(AnimalRule):
+    """Each image of the test set is a query against all others."""
+
+    text = "animals, leave-one-out"
+    all_images = True
+    open_set = True
 
 
-def _extra(ranking: RankingResult) -> np.ndarray:
-    assert ranking.extra is not None
-    extra: np.ndarray = ranking.extra.numpy()
-    return extra
+@PROTOCOL_REGISTRY.register("animals_disjoint_miewid")
+class AnimalsDisjointMiewid(AnimalsDisjoint):
+    """Leave-one-out in which an image without another of its identity counts as wrong."""
+
+    text = "animals, leave-one-out, images without a match are wrong, as in MiewID"
+    missing_is_wrong = True

@@ -70,22 +70,6 @@ class CalibrationCheck:
         return f"{text}\n{format_table(rows, GROUP_HEADERS)}" if rows else text
 
 
-def images_with_query(identities: Identities, protocol: Protocol) -> Tensor:
-    """Select the images of identities that have a query, which excludes distractors.
-
-    Args:
-        identities: identities of Q query and G gallery images.
-        protocol: protocol; if it draws the queries from all images, all identities have a query.
-
-    Returns:
-        (Q + G,) bool, queries first.
-    """
-    pids = torch.cat((identities.query_pids, identities.gallery_pids)).cpu()
-    if protocol.random_query_gallery_split:
-        return pids >= 0
-    return torch.isin(pids, identities.query_pids.cpu()) & (pids >= 0)
-
-
 @torch.no_grad()
 def check_calibration(
     features: Tensor, identities: Identities, protocol: Protocol, calibration: Calibration, *, dataset: str
@@ -113,7 +97,7 @@ def check_calibration(
         return None
     everyone = identities.all_images()
     pids = everyone.query_pids.cpu().numpy()
-    only, excluded = np.unique(pids[images_with_query(identities, protocol).numpy()]), 0
+    only, excluded = np.unique(pids[protocol.rule.images_with_query(identities).numpy()]), 0
     if dataset == calibration.source:
         before = calibration.chosen.far.num_identities + calibration.measured.far.num_identities
         if len(only) != before:
@@ -127,7 +111,7 @@ def check_calibration(
         chosen, only = split_identities(only, calibration.fraction, calibration.seed)
         excluded = len(chosen)
     try:
-        scores = SetScores(features, everyone, metric=protocol.metric, junk=protocol.junk, only=only)
+        scores = SetScores(features, everyone, metric=protocol.metric, junk=protocol.rule.junk, only=only)
     except DataError as error:
         logger.warning("open-set decisions on %s are not evaluated: %s", dataset, error)
         return None

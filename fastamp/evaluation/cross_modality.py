@@ -5,29 +5,34 @@ several shots is therefore higher than a CMC over images. mAP and mINP are compu
 """
 
 import random
-from collections.abc import Collection
-from functools import partial
+from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
+import torch
 
 from fastamp.evaluation.identities import SAME_CAMERA, Identities, Junk, Matches
-from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Protocol, RankingRule
-from fastamp.evaluation.trials import SubGallery, TrialRanker, draw_images
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RankingRule
+from fastamp.evaluation.trials import SubGallery, TrialRanker, TrialRule, draw_images
 from fastamp.utils.errors import DataError
 
 _INFRARED, _VISIBLE = (3, 6), (1, 2, 4, 5)
 _INDOOR = (1, 2)
 # The infrared camera 3 and the visible camera 2 are at the same place.
-_SAME_PLACE = (3, 2)
+_PLACE = (3, 2)
+_SYSU = (
+    "camera 2 is junk for queries of camera 3; CMC over identities; {num_trials} random galleries, seed {seed}"
+)
 
 
-def _first_camera(query_cameras: Collection[int], gallery_cameras: Collection[int]) -> int:
+def _first_camera(identities: Identities) -> int:
     """Return the number of SYSU-MM01's first camera: 1 as in the dataset, or 0.
 
     Raises:
         DataError: if the queries are not from the infrared cameras 3 and 6, or the gallery from 1, 2, 4 and 5.
     """
-    queries, gallery = set(query_cameras), set(gallery_cameras)
+    sides = (identities.query_camids, identities.gallery_camids)
+    queries, gallery = (set(camids.unique().tolist()) for camids in sides)
     for first in (1, 0):
         infrared, visible = ({camera - 1 + first for camera in cameras} for cameras in (_INFRARED, _VISIBLE))
         if queries <= infrared and gallery <= visible:
@@ -54,88 +59,136 @@ def _same_place(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> n
     return junk
 
 
-def _build_sysu(identities: Identities, protocol: Protocol, *, cameras: tuple[int, ...], shots: int) -> TrialRanker:
-    """Build the ranker of SYSU-MM01: queries of camera 3 rank no images of camera 2, of any identity."""
-    sides = (identities.query_camids, identities.gallery_camids)
-    first = _first_camera(*(camids.unique().tolist() for camids in sides))
-    camera_3, camera_2 = (camera - 1 + first for camera in _SAME_PLACE)
-    gallery_pids, gallery_camids = identities.gallery_pids.cpu().numpy(), identities.gallery_camids.cpu().numpy()
-    is_camera_3 = identities.query_camids.cpu().numpy() == camera_3
-    trials = []
-    for trial in range(protocol.num_trials):
-        drawn = draw_images(
-            gallery_pids,
-            gallery_camids,
-            shots=shots,
-            generator=random.Random(protocol.seed + trial),
-            cameras=[camera - 1 + first for camera in cameras],
-        )
-        other_place = drawn[gallery_camids[drawn] != camera_2]
-        trials.append(
-            (SubGallery(np.flatnonzero(is_camera_3), other_place), SubGallery(np.flatnonzero(~is_camera_3), drawn))
-        )
-    return TrialRanker(
-        identities,
-        trials=trials,
-        junk=None,
-        trapezoid=protocol.trapezoid,
-        reported_junk=SAME_PLACE,
-        counts_identities=True,
-    )
-
-
-def _build_llcm(identities: Identities, protocol: Protocol, *, draws_queries: bool = False) -> TrialRanker:
-    """Build the ranker of LLCM: all queries, and one random gallery image per identity and camera.
-
-    With ``draws_queries``, as in DEEN's "VIS to IR": one random query per identity and camera, and the whole gallery.
-    """
-    queries = np.arange(len(identities.query_pids))
-    gallery = np.argsort(identities.gallery_pids.cpu().numpy(), kind="stable")
-    pids, camids = identities.gallery_pids, identities.gallery_camids
-    if draws_queries:
-        pids, camids = identities.query_pids, identities.query_camids
-    trials = []
-    for trial in range(protocol.num_trials):
-        generator = random.Random(protocol.seed + trial)
-        drawn = draw_images(pids.cpu().numpy(), camids.cpu().numpy(), shots=1, generator=generator)
-        trials.append([SubGallery(np.sort(drawn), gallery) if draws_queries else SubGallery(queries, drawn)])
-    return TrialRanker(
-        identities, trials=trials, junk=SAME_CAMERA, trapezoid=protocol.trapezoid, counts_identities=True
-    )
-
-
 SAME_PLACE = Junk(_same_place, same_identity_only=False)
 """Images of SYSU-MM01's camera 2, of any identity, for queries of camera 3 (Wu et al. 2017, "RGB-infrared
 cross-modality person re-identification")."""
 
-for _mode, _cameras in {"all": _VISIBLE, "indoor": _INDOOR}.items():
-    for _shot, _count in {"single": 1, "multi": 10}.items():
-        PROTOCOL_REGISTRY.register(f"sysu_{_mode}_{_shot}")(
-            RankingRule(
-                text=f"SYSU-MM01 {_mode}, {_shot}-shot (camera 2 is junk for queries of camera 3; CMC over identities; "
-                "{0.num_trials} random galleries, seed {0.seed})",
-                junk=SAME_PLACE,
-                build=partial(_build_sysu, cameras=_cameras, shots=_count),
-                random_gallery=True,
-                check_cameras=_first_camera,
+
+class Sysu(TrialRule):
+    """Rule of SYSU-MM01, whose queries of camera 3 rank no images of camera 2, of any identity: base class.
+
+    Attributes:
+        cameras: cameras of the random gallery images.
+        shots: number of gallery images of each identity and camera.
+    """
+
+    junk = SAME_PLACE
+    counts_identities = True
+    cameras: ClassVar[tuple[int, ...]] = _VISIBLE
+    shots: ClassVar[int] = 1
+
+    def check(self, identities: Identities) -> None:
+        """Check the cameras, see ``_first_camera``."""
+        _first_camera(identities)
+
+    def trials(self, identities: Identities) -> list[list[SubGallery]]:
+        """Draw the images of each trial."""
+        first = _first_camera(identities)
+        camera_3, camera_2 = (camera - 1 + first for camera in _PLACE)
+        gallery_pids, gallery_camids = identities.gallery_pids.cpu().numpy(), identities.gallery_camids.cpu().numpy()
+        is_camera_3 = identities.query_camids.cpu().numpy() == camera_3
+        trials = []
+        for trial in range(self.num_trials):
+            drawn = draw_images(
+                gallery_pids,
+                gallery_camids,
+                shots=self.shots,
+                generator=random.Random(self.seed + trial),
+                cameras=[camera - 1 + first for camera in self.cameras],
             )
+            other_place = drawn[gallery_camids[drawn] != camera_2]
+            trials.append(
+                [SubGallery(np.flatnonzero(is_camera_3), other_place), SubGallery(np.flatnonzero(~is_camera_3), drawn)]
+            )
+        return trials
+
+    def ranker(self, identities: Identities, metric: str) -> TrialRanker:
+        """Build the ranker, whose sub-galleries have no junk."""
+        return TrialRanker(
+            identities,
+            trials=self.trials(identities),
+            junk=None,
+            trapezoid=self.trapezoid,
+            reported_junk=self.junk,
+            counts_identities=True,
         )
-PROTOCOL_REGISTRY.register("regdb")(RankingRule(text="RegDB (no junk)", junk=None))
-PROTOCOL_REGISTRY.register("llcm")(
-    RankingRule(
-        text="LLCM (images of the query's identity and camera are junk; CMC over identities; {0.num_trials} random "
-        "galleries, seed {0.seed})",
-        junk=SAME_CAMERA,
-        build=_build_llcm,
-        random_gallery=True,
+
+
+@PROTOCOL_REGISTRY.register("sysu_all_single")
+class SysuAllSingle(Sysu):
+    """All cameras, one image of each identity and camera."""
+
+    text = f"SYSU-MM01 all, single-shot ({_SYSU})"
+
+
+@PROTOCOL_REGISTRY.register("sysu_all_multi")
+class SysuAllMulti(Sysu):
+    """All cameras, ten images of each identity and camera."""
+
+    text = f"SYSU-MM01 all, multi-shot ({_SYSU})"
+    shots = 10
+
+
+@PROTOCOL_REGISTRY.register("sysu_indoor_single")
+class SysuIndoorSingle(Sysu):
+    """Cameras 1 and 2, one image of each identity and camera."""
+
+    text = f"SYSU-MM01 indoor, single-shot ({_SYSU})"
+    cameras = _INDOOR
+
+
+@PROTOCOL_REGISTRY.register("sysu_indoor_multi")
+class SysuIndoorMulti(Sysu):
+    """Cameras 1 and 2, ten images of each identity and camera."""
+
+    text = f"SYSU-MM01 indoor, multi-shot ({_SYSU})"
+    cameras = _INDOOR
+    shots = 10
+
+
+@PROTOCOL_REGISTRY.register("regdb")
+class RegDB(RankingRule):
+    """Rule of RegDB."""
+
+    text = "RegDB (no junk)"
+
+
+@PROTOCOL_REGISTRY.register("llcm")
+class Llcm(TrialRule):
+    """Rule of LLCM: all queries, and one random gallery image per identity and camera."""
+
+    text = (
+        "LLCM (images of the query's identity and camera are junk; CMC over identities; {num_trials} random galleries, "
+        "seed {seed})"
     )
-)
-PROTOCOL_REGISTRY.register("llcm_sampled_queries")(
-    RankingRule(
-        text="LLCM, DEEN's VIS to IR (random queries, whole gallery; images of the query's identity and camera are "
-        "junk; CMC over identities; {0.num_trials} trials, seed {0.seed})",
-        junk=SAME_CAMERA,
-        build=partial(_build_llcm, draws_queries=True),
-        random_queries=True,
+    junk = SAME_CAMERA
+    counts_identities = True
+
+    def trials(self, identities: Identities) -> list[list[SubGallery]]:
+        """Draw the images of each trial."""
+        queries = np.arange(len(identities.query_pids))
+        drawn = self._draw(identities.gallery_pids, identities.gallery_camids)
+        return [[SubGallery(queries, images)] for images in drawn]
+
+    def _draw(self, pids: torch.Tensor, camids: torch.Tensor) -> Iterator[np.ndarray]:
+        """Draw one image per identity and camera for each trial."""
+        for trial in range(self.num_trials):
+            generator = random.Random(self.seed + trial)
+            yield draw_images(pids.cpu().numpy(), camids.cpu().numpy(), shots=1, generator=generator)
+
+
+@PROTOCOL_REGISTRY.register("llcm_sampled_queries")
+class LlcmSampledQueries(Llcm):
+    """DEEN's "VIS to IR" of LLCM: one random query per identity and camera, and the whole gallery."""
+
+    text = (
+        "LLCM, DEEN's VIS to IR (random queries, whole gallery; images of the query's identity and camera are junk; "
+        "CMC over identities; {num_trials} trials, seed {seed})"
     )
-)
+    draws = ("query",)
+
+    def trials(self, identities: Identities) -> list[list[SubGallery]]:
+        """Draw the queries of each trial."""
+        gallery = np.argsort(identities.gallery_pids.cpu().numpy(), kind="stable")
+        drawn = self._draw(identities.query_pids, identities.query_camids)
+        return [[SubGallery(np.sort(queries), gallery)] for queries in drawn]

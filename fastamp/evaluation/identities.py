@@ -94,6 +94,11 @@ def _value_text(value: float, names: Sequence[str] | None) -> str:
     return names[int(value)] if names else f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def is_missing(values: torch.Tensor) -> torch.Tensor:
+    """Return True for each missing value of a column: NaN, or -1 in a column of integers or texts."""
+    return values.isnan() if values.is_floating_point() else values == -1
+
+
 @dataclass(frozen=True)
 class Pairs:
     """Matches and junk of B consecutive queries, as int64 indices into their (B, G) distances, sorted by row."""
@@ -223,3 +228,13 @@ def same_camera(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> n
 
 SAME_CAMERA = Junk(same_camera)
 """Images of the query's identity and camera (Zheng et al. 2015, "Scalable person re-identification: a benchmark")."""
+
+
+def same_image(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
+    """Return True for each pair of an image with itself; see ``Junk.test``."""
+    same: np.ndarray = matches.query_columns[IMAGE][queries] == matches.gallery_columns[IMAGE][gallery]
+    return same
+
+
+SAME_IMAGE = Junk(same_image, uses_cameras=False)
+"""The query itself, under rules in which each image is a query against all others."""

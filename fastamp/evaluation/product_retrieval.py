@@ -4,22 +4,16 @@ Recall@k is the fraction of queries with an image of the same class among the k 
 learning via lifted structured feature embedding"). There are no cameras.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 
-from fastamp.evaluation.identities import IMAGE, Identities, Junk, Matches
-from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Protocol, Ranker, RankingRule, build_ranker
-from fastamp.evaluation.rank import MISS, query_scores, ranks_of_matches
-
-
-def same_image(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
-    """Return True for each pair of an image with itself; see ``Junk.test``."""
-    same: np.ndarray = matches.query_columns[IMAGE][queries] == matches.gallery_columns[IMAGE][gallery]
-    return same
-
-
-SAME_IMAGE = Junk(same_image, uses_cameras=False)
-"""The query itself, under rules in which each image is a query against all others."""
+from fastamp.evaluation.identities import SAME_IMAGE, Identities
+from fastamp.evaluation.rank import MISS, RankingResult, query_scores, ranks_of_matches
+from fastamp.evaluation.ranker import Ranker
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RankingRule
 
 
 class FirstHitRanker(Ranker):
@@ -46,31 +40,57 @@ class FirstHitRanker(Ranker):
         return ap, inp, np.where(first_match < 0, MISS, first_match)[:, None]
 
 
-def _build_leave_one_out(identities: Identities, protocol: Protocol) -> Ranker:
-    """Build a ranker of N images, each of which is a query against all others; see ``Identities.all_images``."""
-    ranker = build_ranker(identities, protocol)
-    ranker.num_gallery -= 1
-    return ranker
+class LeaveOneOut(RankingRule):
+    """Rule under which each image is a query against all others: base class."""
+
+    junk = SAME_IMAGE
+    all_images = True
+
+    def ranker(self, identities: Identities, metric: str) -> Ranker:
+        """Build the ranker, whose gallery does not count the query."""
+        ranker = super().ranker(identities, metric)
+        ranker.num_gallery -= 1
+        return ranker
 
 
-PROTOCOL_REGISTRY.register("recall_at_k")(
-    RankingRule(
-        text="recall at k, leave-one-out (each image is a query against all others)",
-        junk=SAME_IMAGE,
-        build=_build_leave_one_out,
-        all_images=True,
-        recall=True,
-    )
-)
-PROTOCOL_REGISTRY.register("recall_at_k_first_hit")(
-    RankingRule(
-        text="recall at k, as in FastRetri (each image is a query, without the nearest image)",
-        junk=SAME_IMAGE,
-        build=lambda identities, protocol: FirstHitRanker(identities, trapezoid=protocol.trapezoid),
-        all_images=True,
-        recall=True,
-    )
-)
-PROTOCOL_REGISTRY.register("recall_at_k_gallery")(
-    RankingRule(text="recall at k of queries in a gallery (no junk)", junk=None, recall=True)
-)
+class RecallRule(RankingRule):
+    """Rule whose CMC at rank k is also reported as ``Recall@k``: base class."""
+
+    def metric_names(self, ranks: Sequence[int]) -> list[str]:
+        """List the names of the metrics."""
+        return super().metric_names(ranks) + [recall_name(rank) for rank in ranks]
+
+    def metrics(self, ranking: RankingResult, ranks: Sequence[int], every: RankingResult) -> dict[str, Any]:
+        """Compute the metrics, see ``RankingRule.metrics``."""
+        metrics = super().metrics(ranking, ranks, every)
+        return metrics | {recall_name(rank): metrics[f"Rank-{rank}"] for rank in ranks if metrics}
+
+
+@PROTOCOL_REGISTRY.register("recall_at_k")
+class RecallAtK(RecallRule, LeaveOneOut):
+    """Recall at k, leave-one-out."""
+
+    text = "recall at k, leave-one-out (each image is a query against all others)"
+
+
+@PROTOCOL_REGISTRY.register("recall_at_k_first_hit")
+class RecallAtKFirstHit(RecallRule, LeaveOneOut):
+    """Recall at k of FastRetri, see ``FirstHitRanker``."""
+
+    text = "recall at k, as in FastRetri (each image is a query, without the nearest image)"
+
+    def ranker(self, identities: Identities, metric: str) -> Ranker:
+        """Build the ranker."""
+        return FirstHitRanker(identities, trapezoid=self.trapezoid)
+
+
+@PROTOCOL_REGISTRY.register("recall_at_k_gallery")
+class RecallAtKGallery(RecallRule):
+    """Recall at k of queries in a gallery."""
+
+    text = "recall at k of queries in a gallery (no junk)"
+
+
+def recall_name(rank: int) -> str:
+    """Return the metric name of the recall at k, e.g. ``Recall@10``."""
+    return f"Recall@{rank}"

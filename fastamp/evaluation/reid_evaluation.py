@@ -15,12 +15,14 @@ from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.calibration_check import CalibrationCheck, check_calibration
 from fastamp.evaluation.evaluator import EVALUATOR_REGISTRY, DatasetEvaluator
 from fastamp.evaluation.identities import Identities
-from fastamp.evaluation.metrics import EvaluationResult, compute_metrics
+from fastamp.evaluation.metrics import baseline_metrics, compute_metrics
 from fastamp.evaluation.pairs import PairScores, sample_pairs
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.result import EvaluationResult
 from fastamp.evaluation.retrieval_examples import ReportOptions
 from fastamp.evaluation.roc import write_roc
+from fastamp.evaluation.test_set import check_columns
 from fastamp.evaluation.tracklets import COLUMN as TRACKLET
 from fastamp.evaluation.tracklets import FRAMES, pool_tracklets
 from fastamp.feature_pass import Rows
@@ -138,7 +140,7 @@ class ReidEvaluator(DatasetEvaluator):
         batch |= {name: inputs[name].cpu() for name in ("targets", "camids")}
         batch["indices"] = self.rows.positions(inputs, len(outputs))
         if self.protocol.columns:
-            self.protocol.check_columns(columns_of(inputs))
+            check_columns(columns_of(inputs), self.protocol)
             batch |= {_COLUMN + name: inputs[name].cpu() for name in self.protocol.columns}
         batch |= {name: descriptor(inputs["images"].cpu()) for name, descriptor in self.baselines.items()}
         if TRACKLET in inputs and self.tracklet_pool != "none":
@@ -167,9 +169,8 @@ class ReidEvaluator(DatasetEvaluator):
             self.report_options,
             distances=self.distances(features[:n], features[n:], identities),
         )
-        plain = protocol.plain()
         baselines = {
-            name: compute_metrics(columns[name][:n], columns[name][n:], identities, plain, baseline=name)
+            name: baseline_metrics(columns[name][:n], columns[name][n:], identities, protocol, name)
             for name in self.baselines
         }
         self.result = result if self.report_options else None
@@ -177,13 +178,14 @@ class ReidEvaluator(DatasetEvaluator):
             return None
         self.ranking = result.ranking
         self._write(result)
+        rule = protocol.rule
         self.pairs = sample_pairs(
-            features if protocol.all_images else features[:n],
-            features if protocol.all_images else features[n:],
-            protocol.arrange(identities),
+            features if rule.all_images else features[:n],
+            features if rule.all_images else features[n:],
+            rule.arrange(identities),
             metric=protocol.metric,
-            junk=protocol.junk,
-            same_images=protocol.all_images,
+            junk=rule.junk,
+            same_images=rule.all_images,
             seed=protocol.seed,
         )
         if self._calibration is not None:
@@ -193,7 +195,7 @@ class ReidEvaluator(DatasetEvaluator):
         if FRAMES in columns:
             metrics["num_frames"] = int(columns[FRAMES].sum())
         if baselines:
-            metrics["baselines"] = {name: baseline.metrics() for name, baseline in baselines.items()}
+            metrics["baselines"] = baselines
         return metrics
 
     def distances(

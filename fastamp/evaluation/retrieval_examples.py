@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from fastamp.evaluation.identities import Identities, Matches
-from fastamp.evaluation.protocol import Protocol, build_ranker
 from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.ranker import Ranker
+from fastamp.evaluation.ranking_rule import RankingRule
 from fastamp.evaluation.roc import RocCounter, RocCurve, sum_over_ranks
 from fastamp.layers.distance import DistanceBlocks
 
@@ -109,15 +110,15 @@ class ExampleCounter:
 
     Args:
         identities: identities and cameras of Q queries and G gallery images.
-        protocol: evaluation protocol.
+        rule: ranking rule.
         report_options: settings of the retrieval examples.
         limit: see ``RocCounter``; None to accumulate no ROC curve.
     """
 
     def __init__(
-        self, identities: Identities, protocol: Protocol, report_options: ReportOptions, *, limit: float | None
+        self, identities: Identities, rule: RankingRule, report_options: ReportOptions, *, limit: float | None
     ) -> None:
-        self.protocol, self.report_options, self.queries = protocol, report_options, len(identities.query_pids)
+        self.queries = len(identities.query_pids)
         count = min(self.queries, max(1, report_options.pairs // len(identities.gallery_pids)))
         chosen = np.random.default_rng(report_options.seed).permutation(self.queries)[:count]
         self._sample = np.sort(chosen) if count < self.queries else np.arange(self.queries)
@@ -126,18 +127,19 @@ class ExampleCounter:
         query_camids, gallery_camids = sampled.query_camids, sampled.gallery_camids
         self._roc = None
         if limit is not None:
-            self._roc = RocCounter(sampled, limit=limit, junk=protocol.junk)
+            self._roc = RocCounter(sampled, limit=limit, junk=rule.junk)
         self._query_camids = query_camids.numpy()
         self._query_cameras, omitted_query_cameras = _most_frequent(query_camids, report_options.cameras)
         self._gallery_cameras, omitted_gallery_cameras = _most_frequent(gallery_camids, report_options.cameras)
         self._num_omitted = omitted_query_cameras + omitted_gallery_cameras
         self._columns, self._rankers = [], []
-        if protocol.all_images or len({*self._query_cameras, *self._gallery_cameras}) < 2:
+        if rule.all_images or len({*self._query_cameras, *self._gallery_cameras}) < 2:
             self._gallery_cameras = []
         for camera in self._gallery_cameras:
             columns = (gallery_camids == camera).nonzero().flatten()
             self._columns.append(columns)
-            self._rankers.append(build_ranker(sampled.select(slice(None), columns), protocol))
+            selected = sampled.select(slice(None), columns)
+            self._rankers.append(Ranker(selected, junk=rule.junk, trapezoid=rule.trapezoid))
         self._first = len(self._sample)
 
     def add(self, start: int, distances: torch.Tensor) -> None:
@@ -190,7 +192,7 @@ class ExampleCounter:
 
 
 def rank_lists(
-    ranking: RankingResult, blocks: DistanceBlocks, matches: Matches, protocol: Protocol, report_options: ReportOptions
+    ranking: RankingResult, blocks: DistanceBlocks, matches: Matches, rule: RankingRule, report_options: ReportOptions
 ) -> dict[str, list[RankList]]:
     """Build rank lists, recomputing the distances of the selected queries.
 
@@ -200,7 +202,7 @@ def rank_lists(
         ranking: per-query results.
         blocks: distances of the queries to the gallery.
         matches: matches and junk of the queries.
-        protocol: protocol of ``ranking``.
+        rule: rule of ``ranking``.
         report_options: kinds, number and length of the lists.
 
     Returns:
@@ -215,7 +217,7 @@ def rank_lists(
     for kind in report_options.kinds:
         chosen[kind] = _select_diverse_queries(orders[kind], matches.query_pids, report_options.lists)
     return {
-        kind: [_rank_list(query, ranking, blocks, matches, protocol, report_options.length) for query in queries]
+        kind: [_rank_list(query, ranking, blocks, matches, rule, report_options.length) for query in queries]
         for kind, queries in chosen.items()
     }
 
@@ -237,7 +239,7 @@ def _rank_list(
     ranking: RankingResult,
     blocks: DistanceBlocks,
     matches: Matches,
-    protocol: Protocol,
+    rule: RankingRule,
     length: int,
 ) -> RankList:
     row = torch.empty(1, blocks.shape[1], dtype=blocks.dtype, device=blocks.device)
@@ -246,7 +248,7 @@ def _rank_list(
     pairs = matches.pairs(query, query + 1)
     excluded = np.zeros(len(distances), dtype=bool)
     excluded[pairs.junk_columns] = True
-    if protocol.all_images:  # the gallery contains the query itself
+    if rule.all_images:  # the gallery contains the query itself
         excluded[query] = True
     excluded[matches.unmatched] = True
     order = np.argsort(np.where(excluded, np.inf, distances), kind="stable")[: int((~excluded).sum())]

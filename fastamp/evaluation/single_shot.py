@@ -3,8 +3,10 @@
 import numpy as np
 import torch
 
-from fastamp.evaluation.identities import SAME_CAMERA, GalleryGroups, Identities, Junk
-from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Ranker, RankingRule
+from fastamp.evaluation.identities import SAME_CAMERA, SAME_IMAGE, GalleryGroups, Identities, Junk
+from fastamp.evaluation.ranker import Ranker
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RandomRule
+from fastamp.utils.errors import ConfigError
 
 
 class SingleGalleryShotRanker(Ranker):
@@ -87,30 +89,49 @@ class VehicleIDRanker(Ranker):
         return precision, precision, first_match
 
 
-PROTOCOL_REGISTRY.register("cuhk03")(
-    RankingRule(
-        text="CUHK03 single gallery shot (same camera is junk; CMC over {0.num_trials} trials, seed {0.seed})",
-        junk=SAME_CAMERA,
-        build=lambda identities, protocol: SingleGalleryShotRanker(
-            identities,
-            num_trials=protocol.num_trials,
-            seed=protocol.seed,
-            junk=protocol.junk,
-            trapezoid=protocol.trapezoid,
-        ),
+@PROTOCOL_REGISTRY.register("cuhk03")
+class Cuhk03(RandomRule):
+    """Rule of CUHK03, see ``SingleGalleryShotRanker``."""
+
+    text = "CUHK03 single gallery shot (same camera is junk; CMC over {num_trials} trials, seed {seed})"
+    junk = SAME_CAMERA
+
+    def ranker(self, identities: Identities, metric: str) -> Ranker:
+        """Build the ranker."""
+        return SingleGalleryShotRanker(
+            identities, num_trials=self.num_trials, seed=self.seed, junk=self.junk, trapezoid=self.trapezoid
+        )
+
+
+@PROTOCOL_REGISTRY.register("vehicleid")
+class VehicleID(RandomRule):
+    """Rule of VehicleID, see ``VehicleIDRanker``.
+
+    Raises:
+        ConfigError: for trapezoidal AP.
+    """
+
+    text = (
+        "VehicleID (one gallery image per identity; queries: all other images; {num_trials} trials, seed {seed})"
     )
-)
-PROTOCOL_REGISTRY.register("vehicleid")(
-    RankingRule(
-        text="VehicleID (one gallery image per identity; queries: all other images; {0.num_trials} trials, seed "
-        "{0.seed})",
-        junk=None,
-        build=lambda identities, protocol: VehicleIDRanker(
-            identities, num_trials=protocol.num_trials, seed=protocol.seed
-        ),
-        random_query_gallery_split=True,
-    )
-)
+    junk = SAME_IMAGE
+    draws = ("query", "gallery")
+    all_images = True
+
+    def __post_init__(self) -> None:
+        if self.trapezoid:
+            raise ConfigError(
+                f"TEST.AP_METHOD=trapezoid is not supported with TEST.PROTOCOL={self.name}, because each query has "
+                "only one match.\n  fix: set TEST.AP_METHOD to standard"
+            )
+
+    def images_with_query(self, identities: Identities) -> torch.Tensor:
+        """Select all images with an identity."""
+        return torch.cat((identities.query_pids, identities.gallery_pids)).cpu() >= 0
+
+    def ranker(self, identities: Identities, metric: str) -> Ranker:
+        """Build the ranker."""
+        return VehicleIDRanker(identities, num_trials=self.num_trials, seed=self.seed)
 
 
 def _draw_gallery(groups: GalleryGroups, num_trials: int, generator: np.random.Generator) -> np.ndarray:

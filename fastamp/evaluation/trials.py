@@ -3,13 +3,15 @@
 import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from fastamp.evaluation.identities import Identities, Junk
-from fastamp.evaluation.protocol import Ranker
 from fastamp.evaluation.rank import query_scores, ranks_of_matches
+from fastamp.evaluation.ranker import Ranker
+from fastamp.evaluation.ranking_rule import RandomRule
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,32 @@ class TrialRanker(Ranker):
                     first_match[rows, trial] = first
         ap, inp = sums / (first_match >= 0).sum(1).clip(1)
         return ap, inp, first_match
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRule(RandomRule):
+    """Rule that ranks random images in each of several trials: base class, whose subclasses define ``trials``.
+
+    Attributes:
+        counts_identities: see ``TrialRanker``. Default: False.
+    """
+
+    draws: ClassVar[tuple[str, ...]] = ("gallery",)
+    counts_identities: ClassVar[bool] = False
+
+    def trials(self, identities: Identities) -> Sequence[Sequence[SubGallery]]:
+        """Draw the sub-galleries of each trial; see ``TrialRanker``."""
+        raise NotImplementedError
+
+    def ranker(self, identities: Identities, metric: str) -> Ranker:
+        """Build the ranker of all trials."""
+        return TrialRanker(
+            identities,
+            trials=self.trials(identities),
+            junk=self.junk,
+            trapezoid=self.trapezoid,
+            counts_identities=self.counts_identities,
+        )
 
 
 class _PartRanker:

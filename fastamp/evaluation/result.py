@@ -1,0 +1,137 @@
+"""Metrics of a ranking: CMC, mAP, mINP, verification, confidence intervals and groups of queries."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastamp.evaluation.protocol import Protocol, accept_rate_name
+from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.ranking_rule import RankingRule
+from fastamp.evaluation.retrieval_examples import RetrievalExamples
+from fastamp.evaluation.roc import RocCurve
+
+# Indices drawn at once over all bootstrap resamples, so that they fit into the CPU cache.
+_RESAMPLED = 2**16
+_INTERVAL = (0.025, 0.975)
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Result of evaluating features under a protocol.
+
+    Attributes:
+        protocol: evaluation protocol.
+        ranking: per-query results; per-image results under the VehicleID protocol.
+        roc: ROC curve; None if verification is disabled, or there are no genuine or no impostor pairs.
+        num_gallery: number of gallery images; if the gallery is drawn at random, the number in one trial.
+        examples: retrieval examples for a report; None if they were not requested.
+        num_indistinct: number of images whose features cannot be distinguished from those of another identity, see
+            ``count_indistinct``. Default: 0.
+        groups: (Q,) str, value of ``TEST.GROUP_BY`` for each query; None (default) for no groups.
+    """
+
+    protocol: Protocol
+    ranking: RankingResult
+    roc: RocCurve | None
+    num_gallery: int
+    examples: RetrievalExamples | None = None
+    num_indistinct: int = 0
+    groups: np.ndarray | None = None
+
+    def metrics(self) -> dict[str, Any]:
+        """Return a dict of all metrics.
+
+        To add a metric in percent, compute it here and add its name to ``Protocol.metric_names``; those of a ranking rule
+        are computed by its ``metrics``. The table in the log
+        shows every float (``results_table``); ``fastamp.report.sections._tiles`` selects the metrics of a report.
+
+        Returns:
+            In percent, as float: ``Rank-r`` for each rank, ``mAP``, ``mINP``, ``metric`` (mean of mAP and Rank-1), further
+            ones of ``RankingRule.metrics``, and, with verification, ``TAR@FAR=f``. As int: ``num_query``,
+            ``num_gallery``, ``num_query_without_match`` and, if it is not 0, ``num_indistinct``. ``intervals``: ``mAP``
+            and ``Rank-1`` -> [low, high] of the 95 % bootstrap confidence interval. With ``TEST.GROUP_BY``, ``groups``:
+            see ``group_metrics``, and ``mean_over_groups``: metric -> mean over the groups that have a query with a
+            match.
+        """
+        ranking = self.ranking
+        metrics = summarize(ranking, self.protocol.rule, self.protocol.ranks, self.num_gallery)
+        if self.roc is not None:
+            for rate in self.protocol.false_accept_rates or ():
+                metrics[accept_rate_name(rate)] = 100 * self.roc.tar_at(rate)
+        if self.num_indistinct:
+            metrics["num_indistinct"] = self.num_indistinct
+        if self.protocol.resamples:
+            metrics["intervals"] = self.intervals()
+        if self.groups is not None:
+            metrics["groups"] = self.group_metrics()
+            rates = [self._rates(ranking) for ranking in self._group_rankings().values()]
+            names = dict.fromkeys(name for rate in rates for name, value in rate.items() if isinstance(value, float))
+            metrics["mean_over_groups"] = {
+                name: float(np.mean([rate[name] for rate in rates if name in rate])) for name in names
+            }
+        return metrics
+
+    def group_metrics(self) -> dict[str, dict[str, Any]]:
+        """Compute the metrics of the queries with each value of ``TEST.GROUP_BY``.
+
+        Returns:
+            Value -> dict with the metrics in percent, for groups that have a query with a match, and the counts
+            ``num_query`` and ``num_query_without_match``.
+        """
+        return {
+            value: self._rates(rows) | self.protocol.rule.counts(rows)
+            for value, rows in self._group_rankings().items()
+        }
+
+    def _group_rankings(self) -> dict[str, RankingResult]:
+        """Return value of ``TEST.GROUP_BY`` -> results of its queries; numbers in ascending order, then texts."""
+        groups = self.groups if self.groups is not None else np.empty(0, dtype=str)
+        return {
+            value: self.ranking.select(torch.from_numpy(groups == value))
+            for value in sorted(np.unique(groups).tolist(), key=_number_before_text)
+        }
+
+    def _rates(self, ranking: RankingResult) -> dict[str, Any]:
+        """Compute the metrics of the rule over some queries of this result."""
+        return self.protocol.rule.metrics(ranking, self.protocol.ranks, self.ranking)
+
+    def intervals(self) -> dict[str, list[float]]:
+        """Compute 95 % percentile bootstrap confidence intervals of mAP and Rank-1 over queries, in percent."""
+        ranking = self.ranking
+        weights = ranking.trials[ranking.valid].numpy()
+        values = {"mAP": ranking.ap, "Rank-1": ranking.hits(1)}
+        weighted = {name: per_query[ranking.valid].numpy() * weights for name, per_query in values.items()}
+        generator = np.random.default_rng(self.protocol.seed)
+        means: dict[str, list[np.ndarray]] = {name: [] for name in values}
+        count, remaining = len(weights), self.protocol.resamples
+        equal_weights = bool((weights == weights[0]).all())
+        while remaining:
+            size = min(remaining, max(1, _RESAMPLED // count))
+            chosen = generator.integers(0, count, (size, count), dtype=np.int32)
+            total = count * weights[0] if equal_weights else weights[chosen].sum(1)
+            for name, per_query in weighted.items():
+                means[name].append(per_query[chosen].sum(1) / total)
+            remaining -= size
+        return {
+            name: [100 * float(bound) for bound in np.quantile(np.concatenate(parts), _INTERVAL)]
+            for name, parts in means.items()
+        }
+
+
+def summarize(ranking: RankingResult, rule: RankingRule, ranks: Sequence[int], num_gallery: int) -> dict[str, Any]:
+    """Return the metrics of a ranking, and the numbers of queries and gallery images; see ``EvaluationResult``."""
+    metrics = rule.metrics(ranking, ranks, ranking) | rule.counts(ranking) | {"num_gallery": num_gallery}
+    if "query" in rule.draws:  # counts of one trial
+        draws = ranking.first_match.shape[1]
+        metrics["num_query"], metrics["num_query_without_match"] = int(ranking.trials.sum()) // draws, 0
+    return metrics
+
+
+def _number_before_text(value: str) -> tuple[bool, float, str]:
+    try:
+        return False, float(value), value
+    except ValueError:
+        return True, 0.0, value
