@@ -9,10 +9,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from naive_ranking import naive, random_set
+from naive_ranking import naive, protocol_of, random_set
 
 from fastamp.config import read_config
-from fastamp.evaluation import Protocol, compute_metrics
+from fastamp.evaluation import compute_metrics
 from fastamp.evaluation.query_expansion import QueryExpansion, expand
 from fastamp.evaluation.rerank import ReRankedDistances, ReRanking
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, pairwise_distance
@@ -395,7 +395,7 @@ def test_map_minp_cmc_and_accept_rates_match_definitions(kind, scale):
     queries, gallery, ids = ranked_set(kind, scale)
     # Integers times a power of two: squared float32 distances of ties are exact.
     options = {"resamples": 0, "false_accept_rates": (0.1, 0.5), "metric": "euclidean"}
-    metrics = compute_metrics(queries, gallery, ids, Protocol(**options)).metrics()
+    metrics = compute_metrics(queries, gallery, ids, protocol_of(**options)).metrics()
     distances = exact_distances(queries, gallery, "euclidean")
     rows = [row for row in naive(distances.tolist(), ids) if row[3]]
     assert metrics["mAP"] == pytest.approx(100 * np.mean([row[0] for row in rows]), abs=1e-4)

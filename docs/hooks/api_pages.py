@@ -40,7 +40,13 @@ PACKAGES = {
     "amp": ("precision policy, loss scaling and the optimizer step", ["amp"]),
     "evaluation": (
         "metrics, protocols, ranking and re-ranking",
-        ["evaluation", "evaluation.protocol", "evaluation.rerank", "evaluation.query_expansion"],
+        [
+            "evaluation",
+            "evaluation.protocol",
+            "evaluation.ranking_rule",
+            "evaluation.rerank",
+            "evaluation.query_expansion",
+        ],
     ),
     "engine": ("training loop, hooks and trainers", ["engine", "engine.hooks"]),
     "inference": (

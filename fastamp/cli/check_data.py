@@ -28,8 +28,8 @@ from fastamp.utils.terminal_text import sanitize_terminal_text
 
 if TYPE_CHECKING:
     from fastamp.config import CfgNode
-    from fastamp.data.check import Report
     from fastamp.data.datasets.base import ImageDataset
+    from fastamp.diagnostics.data_check import Report
 
 _BAR = 40
 _MAX_EXAMPLES = 5
@@ -166,8 +166,8 @@ def _describe_training(dataset: "ImageDataset", cfg: "CfgNode") -> list[str]:
 def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, folder: Path) -> bool:
     """Print the report on one dataset and write the contact sheet to ``folder``; return True if it has errors."""
     from fastamp.data.build import build_dataset, find_training_problems
-    from fastamp.data.check import check_dataset, write_clean
     from fastamp.data.contact_sheet import contact_sheet
+    from fastamp.diagnostics.data_check import check_dataset, write_clean
     from fastamp.evaluation import Protocol
 
     with dataset_argument("dataset"):

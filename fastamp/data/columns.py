@@ -214,6 +214,12 @@ def _type_of(present: Sequence[Any]) -> str:
     return "list" if present and all(isinstance(value, tuple) for value in present) else "text"
 
 
+def rankable_columns(columns: Mapping[str, EncodedColumn]) -> dict[str, np.ndarray]:
+    """Return the values of the columns with one number for each image: name -> (N,)."""
+    arrays = ((name, column.values) for name, column in columns.items() if isinstance(column.values, np.ndarray))
+    return {name: values for name, values in arrays if values.ndim == 1}
+
+
 def _encode(name: str, column: Column, listed: Sequence[Any] | None, *, title: str, training: bool) -> EncodedColumn:
     if listed is None and column.is_integer:  # without missing values
         return EncodedColumn(column.codes)

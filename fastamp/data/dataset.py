@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastamp.data.cache import ImageCache
-from fastamp.data.columns import CAMERA, encode_columns
+from fastamp.data.columns import CAMERA, encode_columns, rankable_columns
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.missing_images import find_origin
@@ -94,9 +94,9 @@ class ReidDataset(Dataset):
         """Read resized images from ``cache`` instead of decoding image files."""
         self.cache = cache
 
-    def rankable_columns(self) -> list[str]:
-        """List the columns with one number for each image, which protocols and ``TEST.GROUP_BY`` can use."""
-        return [name for name, column in self.columns.items() if getattr(column.values, "ndim", 0) == 1]
+    def rankable_columns(self) -> dict[str, np.ndarray]:
+        """Return the columns with one number for each image, which protocols and ``TEST.GROUP_BY`` can use."""
+        return rankable_columns(self.columns)
 
     def column_names(self) -> dict[str, Sequence[str]]:
         """Return the text of each number in the text columns and, if there is only one dataset, in ``camera``.

@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
-from fastamp.data.build import check_split, family_of
+from fastamp.data.build import family_of
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.rank_agreement import check_equal_on_all_ranks
@@ -24,6 +22,7 @@ from fastamp.evaluation import (
     Identities,
     Protocol,
     ReidEvaluator,
+    check_evaluable,
     inference_on_dataset,
     print_results,
 )
@@ -32,7 +31,7 @@ from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.report import EvaluatedSet, Run
 from fastamp.report.queries import write_queries
 from fastamp.utils import comm
-from fastamp.utils.errors import DataError, NoMatchError
+from fastamp.utils.errors import DataError
 from fastamp.utils.files import folder_name
 
 logger = logging.getLogger(__name__)
@@ -95,7 +94,7 @@ def evaluate_sets(
             output.sets.append(test_set)
             if getattr(evaluator, "per_query", False) and getattr(evaluator, "ranking", None) and test_set.images:
                 path = folder / "queries.csv"
-                queries = test_set.images if evaluator.protocol.all_images else test_set.query
+                queries = test_set.images if evaluator.protocol.rule.all_images else test_set.query
                 write_queries(path, evaluator.ranking, queries, test_set.source)
                 logger.info("wrote %s", path)
         if getattr(evaluator, "pairs", None) is not None:
@@ -158,43 +157,32 @@ def check_test_set(cfg: CfgNode, name: str, loader: Any, evaluator: DatasetEvalu
 
     Raises:
         DataError: if the test set differs between the ranks; or, if the evaluator is a ``ReidEvaluator``, the test set
-            lacks a column or cameras that the evaluation needs, has no gallery images, unless the protocol ranks all
-            images for each image, or has labels that make an evaluation impossible or invalid, see ``_check_labels``.
+            cannot be evaluated, see ``check_evaluable``, or has identities on which the model is trained.
     """
     if not hasattr(loader, "dataset"):
         return
     check_equal_on_all_ranks(loader.dataset, f"the test set {name}")
-    if isinstance(evaluator, ReidEvaluator):
-        if not evaluator.protocol.ranking_rule.all_images:
-            check_split(name, "gallery", len(loader.dataset) - evaluator.num_query)
-        if isinstance(loader.dataset, ReidDataset):
-            evaluator.protocol.check_columns(loader.dataset.rankable_columns())
-            queries, gallery = np.split(loader.dataset.camids, [evaluator.num_query])
-            evaluator.protocol.check_cameras(np.unique(queries).tolist(), np.unique(gallery).tolist())
-            evaluator.set_column_names(loader.dataset.column_names())
-            _check_labels(cfg, name, loader.dataset, evaluator)
+    dataset = loader.dataset
+    if isinstance(evaluator, ReidEvaluator) and isinstance(dataset, ReidDataset):
+        names = dataset.column_names()
+        evaluator.set_column_names(names)
+        labels = dataset.labels, dataset.camids, dataset.rankable_columns()
+        try:
+            check_evaluable(Identities.split(evaluator.num_query, *labels, names), evaluator.protocol)
+        except DataError as error:
+            raise type(error)(f"{name}: {error}") from error
+        if not (cfg.DATASETS.COMBINEALL or evaluator.protocol.rule.closed_set):
+            _check_not_leaked(cfg, name, dataset)
 
 
-def _check_labels(cfg: CfgNode, name: str, dataset: ReidDataset, evaluator: ReidEvaluator) -> None:
-    """Check by the labels of a test set that it can be evaluated, and that it has no training identities.
+def _check_not_leaked(cfg: CfgNode, name: str, dataset: ReidDataset) -> None:
+    """Check that the model is not trained on identities of the test set.
 
     The training images of a dataset are not read unless it is one of DATASETS.NAMES.
 
     Raises:
-        NoMatchError: if no query has a match.
-        DataError: if training images of the dataset, on which the model is trained, are of identities of the test set.
+        DataError: if it is.
     """
-    columns = {column: torch.from_numpy(dataset.columns[column].values) for column in evaluator.protocol.columns}
-    values = {"pids": torch.from_numpy(dataset.labels), "camids": torch.from_numpy(dataset.camids), **columns}
-    count = evaluator.num_query
-    split = {column: (rows[:count], rows[count:]) for column, rows in values.items()}
-    (query_pids, gallery_pids), (query_camids, gallery_camids) = split.pop("pids"), split.pop("camids")
-    try:
-        check_matches(Identities(query_pids, gallery_pids, query_camids, gallery_camids, split), evaluator.protocol)
-    except NoMatchError as error:
-        raise NoMatchError(f"{name}: {error}") from error
-    if cfg.DATASETS.COMBINEALL or evaluator.protocol.is_closed_set:
-        return
     families = {family_of(name) for name in cfg.DATASETS.NAMES}
     for source in dataset.sources:
         if {family_of(name), source.family} & families:

@@ -26,7 +26,7 @@ from fastamp.evaluation.report_section import CountMatrix, ImageExample, ReportS
 from fastamp.evaluation.result import EvaluationResult
 from fastamp.evaluation.results_table import print_results
 from fastamp.evaluation.retrieval_examples import RankList, ReportOptions, RetrievalExamples
-from fastamp.evaluation.test_set import check_test_set
+from fastamp.evaluation.test_set import check_evaluable
 
 __all__ = [
     "EVALUATOR_REGISTRY",
@@ -45,7 +45,7 @@ __all__ = [
     "ReportSection",
     "RetrievalExamples",
     "Table",
-    "check_test_set",
+    "check_evaluable",
     "compute_metrics",
     "inference_on_dataset",
     "print_results",

@@ -188,8 +188,8 @@ class AnimalsOpen(AnimalRule):
         wrong = names[:5] or [value for value in values if value == value and value not in (-1, 0, 1)][:5]
         if wrong:
             raise DataError(
-                f"the column {self.validation!r} of TEST.ANIMALS.VALIDATION must be 1 for the images that are held out for "
-                f"validation, and 0 for the others; got {', '.join(map(str, wrong))}.\n"
+                f"the column {self.validation!r} of TEST.ANIMALS.VALIDATION must be 1 for the images that are held out "
+                f"for validation, and 0 for the others; got {', '.join(map(str, wrong))}.\n"
                 "  fix: choose another column, write it with fastamp split --validation, or set TEST.ANIMALS.THRESHOLD"
             )
 

@@ -20,9 +20,7 @@ _INFRARED, _VISIBLE = (3, 6), (1, 2, 4, 5)
 _INDOOR = (1, 2)
 # The infrared camera 3 and the visible camera 2 are at the same place.
 _PLACE = (3, 2)
-_SYSU = (
-    "camera 2 is junk for queries of camera 3; CMC over identities; {num_trials} random galleries, seed {seed}"
-)
+_SYSU = "camera 2 is junk for queries of camera 3; CMC over identities; {num_trials} random galleries, seed {seed}"
 
 
 def _first_camera(identities: Identities) -> int:

@@ -17,6 +17,7 @@ IMAGE = "<image>"
 """Column that ``Identities.all_images`` adds: the number of the image."""
 
 Rows = torch.Tensor | np.ndarray | slice
+Values = torch.Tensor | np.ndarray
 
 # Identity that the original Market-1501 evaluation code excludes from the gallery.
 JUNK_PID = -1
@@ -42,6 +43,31 @@ class Identities:
     gallery_camids: torch.Tensor
     columns: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     column_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @classmethod
+    def split(
+        cls,
+        num_query: int,
+        pids: Values,
+        camids: Values,
+        columns: Mapping[str, Values],
+        column_names: Mapping[str, Sequence[str]],
+    ) -> "Identities":
+        """Split the labels of a test set that lists ``num_query`` query images first.
+
+        Args:
+            num_query: number of query images, Q.
+            pids, camids: (Q + G,) int64.
+            columns: column name -> (Q + G,) values.
+            column_names: see ``Identities``.
+        """
+
+        def sides(values: Values) -> tuple[torch.Tensor, torch.Tensor]:
+            tensor = torch.as_tensor(values)
+            return tensor[:num_query], tensor[num_query:]
+
+        split_columns = {name: sides(values) for name, values in columns.items()}
+        return cls(*sides(pids), *sides(camids), split_columns, column_names)
 
     def all_images(self) -> "Identities":
         """Return the identities and columns of a test in which all images are both queries and gallery.

@@ -17,7 +17,7 @@ from fastamp.evaluation.rerank import ReRankedDistances
 from fastamp.evaluation.result import EvaluationResult, summarize
 from fastamp.evaluation.retrieval_examples import ExampleCounter, ReportOptions, rank_lists
 from fastamp.evaluation.roc import RocCounter, RocCurve, distance_limit
-from fastamp.evaluation.test_set import check_test_set, no_match_error
+from fastamp.evaluation.test_set import check_evaluable, no_match_error
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances
 from fastamp.utils import comm
 from fastamp.utils.progress import track
@@ -53,18 +53,16 @@ def compute_metrics(
 
     Raises:
         ConfigError: if the weights of query expansion overflow.
-        DataError: if the test set cannot be evaluated, see ``check_test_set``, or the features are invalid, see
+        DataError: if the test set cannot be evaluated, see ``check_evaluable``, or the features are invalid, see
             ``check_features``.
         NoMatchError: if no query has a match.
     """
     protocol = protocol or Protocol()
     rule = protocol.rule
-    check_test_set(identities, protocol)
+    check_evaluable(identities, protocol)
     check_features(query_features, gallery_features, identities, protocol.dtype(torch.float64))
     dtype = protocol.dtype(torch.promote_types(query_features.dtype, gallery_features.dtype))
-    num_indistinct = count_indistinct(
-        query_features, gallery_features, identities, metric=protocol.metric, dtype=dtype
-    )
+    num_indistinct = count_indistinct(query_features, gallery_features, identities, metric=protocol.metric, dtype=dtype)
     if rule.all_images:
         query_features = gallery_features = torch.cat((query_features, gallery_features))
     ranked = rule.arrange(identities)

@@ -1,6 +1,6 @@
 """Settings of an evaluation: the ranking rule, and everything that is not a part of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,7 +44,7 @@ class Protocol:
     """
 
     metric: str = "cosine"
-    rule: RankingRule = Market1501()
+    rule: RankingRule = field(default_factory=Market1501)
     seed: int = 0
     ranks: tuple[int, ...] = (1, 5, 10)
     resamples: int = 1000

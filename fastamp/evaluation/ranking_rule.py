@@ -72,6 +72,11 @@ class RankingRule:
         named = (name for name in PROTOCOL_REGISTRY if PROTOCOL_REGISTRY.get(name) is type(self))
         return next(named, type(self).__name__)
 
+    @property
+    def uses_cameras(self) -> bool:
+        """True if junk is defined by cameras, so that camera labels are required."""
+        return self.junk is not None and self.junk.uses_cameras
+
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Read the arguments from the config.

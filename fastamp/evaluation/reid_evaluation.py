@@ -225,11 +225,8 @@ class ReidEvaluator(DatasetEvaluator):
             columns = self._pool_tracklets(columns)
             self.first_frames = columns["indices"].numpy()
             n = int((columns["indices"] < n).sum())
-        pids, camids = columns["targets"], columns["camids"]
-        column_values = {
-            name: (columns[_COLUMN + name][:n], columns[_COLUMN + name][n:]) for name in self.protocol.columns
-        }
-        identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:], column_values, self.column_names)
+        values = {name: columns[_COLUMN + name] for name in self.protocol.columns}
+        identities = Identities.split(n, columns["targets"], columns["camids"], values, self.column_names)
         return columns.pop("features"), identities, columns
 
     def _pool_tracklets(self, columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

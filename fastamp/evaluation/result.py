@@ -44,13 +44,13 @@ class EvaluationResult:
     def metrics(self) -> dict[str, Any]:
         """Return a dict of all metrics.
 
-        To add a metric in percent, compute it here and add its name to ``Protocol.metric_names``; those of a ranking rule
-        are computed by its ``metrics``. The table in the log
-        shows every float (``results_table``); ``fastamp.report.sections._tiles`` selects the metrics of a report.
+        To add a metric in percent, compute it here and add its name to ``Protocol.metric_names``; those of a ranking
+        rule are computed by its ``metrics``. The table in the log shows every float (``results_table``);
+        ``fastamp.report.sections._tiles`` selects the metrics of a report.
 
         Returns:
-            In percent, as float: ``Rank-r`` for each rank, ``mAP``, ``mINP``, ``metric`` (mean of mAP and Rank-1), further
-            ones of ``RankingRule.metrics``, and, with verification, ``TAR@FAR=f``. As int: ``num_query``,
+            In percent, as float: ``Rank-r`` for each rank, ``mAP``, ``mINP``, ``metric`` (mean of mAP and Rank-1),
+            further ones of ``RankingRule.metrics``, and, with verification, ``TAR@FAR=f``. As int: ``num_query``,
             ``num_gallery``, ``num_query_without_match`` and, if it is not 0, ``num_indistinct``. ``intervals``: ``mAP``
             and ``Rank-1`` -> [low, high] of the 95 % bootstrap confidence interval. With ``TEST.GROUP_BY``, ``groups``:
             see ``group_metrics``, and ``mean_over_groups``: metric -> mean over the groups that have a query with a
@@ -82,8 +82,7 @@ class EvaluationResult:
             ``num_query`` and ``num_query_without_match``.
         """
         return {
-            value: self._rates(rows) | self.protocol.rule.counts(rows)
-            for value, rows in self._group_rankings().items()
+            value: self._rates(rows) | self.protocol.rule.counts(rows) for value, rows in self._group_rankings().items()
         }
 
     def _group_rankings(self) -> dict[str, RankingResult]:

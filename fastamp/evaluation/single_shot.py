@@ -1,5 +1,7 @@
 """Protocols with one random gallery image per identity: CUHK03 and VehicleID."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -104,6 +106,7 @@ class Cuhk03(RandomRule):
 
 
 @PROTOCOL_REGISTRY.register("vehicleid")
+@dataclass(frozen=True, kw_only=True)
 class VehicleID(RandomRule):
     """Rule of VehicleID, see ``VehicleIDRanker``.
 
@@ -111,9 +114,7 @@ class VehicleID(RandomRule):
         ConfigError: for trapezoidal AP.
     """
 
-    text = (
-        "VehicleID (one gallery image per identity; queries: all other images; {num_trials} trials, seed {seed})"
-    )
+    text = "VehicleID (one gallery image per identity; queries: all other images; {num_trials} trials, seed {seed})"
     junk = SAME_IMAGE
     draws = ("query", "gallery")
     all_images = True

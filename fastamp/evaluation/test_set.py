@@ -10,7 +10,7 @@ from fastamp.evaluation.ranking_rule import RankingRule
 from fastamp.utils.errors import DataError, NoMatchError, did_you_mean
 
 
-def check_test_set(identities: Identities, protocol: Protocol) -> None:
+def check_evaluable(identities: Identities, protocol: Protocol) -> None:
     """Check that a test set can be evaluated.
 
     Args:

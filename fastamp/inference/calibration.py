@@ -11,9 +11,9 @@ from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
 from fastamp.data import build_reid_test_loader
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import PackedItems
-from fastamp.evaluation import ReidEvaluator, inference_on_dataset
+from fastamp.evaluation import Identities, ReidEvaluator, inference_on_dataset
 from fastamp.evaluation.calibration import Calibration
-from fastamp.evaluation.calibration_check import images_with_query
+from fastamp.evaluation.test_set import check_columns
 from fastamp.evaluation.thresholds import CalibrationOptions, calibrate
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import ConfigError, DataError
@@ -57,19 +57,19 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
     collector = _Collector(cfg, num_query)
     collector.set_column_names(dataset.column_names())
     protocol = collector.protocol
-    protocol.check_columns(dataset.rankable_columns())
     # Checked before the features are extracted, which takes long.
-    calibration_options.split(
-        dataset.labels if protocol.random_query_gallery_split else dataset.labels[:num_query], data
-    )
+    columns = dataset.rankable_columns()
+    labels = Identities.split(num_query, dataset.labels, dataset.camids, columns, dataset.column_names())
+    check_columns(columns, protocol)
+    calibration_options.split(dataset.labels[protocol.rule.images_with_query(labels).numpy()], data)
     inference_on_dataset(predictor.model, loader, collector, cfg.TEST.FLIP.ENABLED, policy=predictor.policy)
     features, identities, _ = collector.gather()
-    used = images_with_query(identities, protocol)
+    used = protocol.rule.images_with_query(identities)
     return calibrate(
         features[used],
         identities.all_images().select(used, used),
         metric=protocol.metric,
-        junk=protocol.junk,
+        junk=protocol.rule.junk,
         source=data,
         config_hash=predictor.config_hash,
         **options,

@@ -15,6 +15,7 @@ from fastamp.evaluation import EvaluationResult, Identities, Protocol, compute_m
 from fastamp.evaluation.identities import CAMERA
 from fastamp.evaluation.reid_evaluation import ranking_device, write_per_query
 from fastamp.evaluation.roc import write_roc
+from fastamp.evaluation.test_set import check_columns
 from fastamp.retrieval.columns import has_missing_integers
 from fastamp.retrieval.features_file import COLUMN_PREFIX
 from fastamp.retrieval.npz import open_arrays, read_array
@@ -64,7 +65,7 @@ def read_arrays(path: str, *, cameras: bool, protocol: Protocol | None = None) -
             text += did_you_mean(missing[0], [name for name in stored if name not in names])
         raise DataError(f"{text}\n  found: {', '.join(stored) or 'nothing'}\n  expected: {', '.join(needed)}")
     if protocol is not None:
-        protocol.check_columns(available)
+        check_columns(available, protocol)
     return arrays
 
 
@@ -212,7 +213,8 @@ def compute(path: str, cfg: CfgNode) -> tuple[EvaluationResult, str]:
         ``(result, description)``: the result, and a one-line description of the evaluation.
     """
     protocol = Protocol.from_config(cfg)
-    arrays = read_arrays(path, cameras=protocol.cross_camera or protocol.group_by == CAMERA, protocol=protocol)
+    cameras = protocol.rule.uses_cameras or protocol.group_by == CAMERA
+    arrays = read_arrays(path, cameras=cameras, protocol=protocol)
     (query_pids, gallery_pids), (query_camids, gallery_camids) = (
         numbers_of(arrays, name) if f"query_{name}" in arrays else no_cameras(arrays) for name in COLUMNS[1:]
     )

@@ -206,7 +206,7 @@ class FeatureModel(ABC):
         elif reference is not None:
             stored = read_features(reference)
             check_same_model(stored.path, stored.model, self.config_hash, self.checkpoint)
-            pairs = sample_pair_scores(stored, junk=self.protocol.junk, seed=self.protocol.seed)
+            pairs = sample_pair_scores(stored, junk=self.protocol.rule.junk, seed=self.protocol.seed)
             source = str(reference)
         if pairs is not None and pairs.metric != self.metric:  # opts changed it
             pairs = None

@@ -124,8 +124,7 @@ def _describe_protocol(cfg: CfgNode) -> str:
     """Describe the protocol as in the log; "" for the protocol of a project that is not loaded."""
     if cfg.TEST.PROTOCOL not in PROTOCOL_REGISTRY:
         return ""
-    protocol = Protocol.from_config(cfg)
-    return f"Protocol: {protocol.ranking_rule.text.format(protocol)}."
+    return f"Protocol: {Protocol.from_config(cfg).rule.describe()}."
 
 
 def _metadata(name: str, license: dict[str, str], results: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class RankedImages:
             loader, num_query, limit, self.cfg.TEST.IMS_PER_BATCH
         )
         self.has_gallery = self.num_query < count
-        self.ranks = self.has_gallery or ReidEvaluator(self.cfg, self.num_query).protocol.all_images
+        self.ranks = self.has_gallery or ReidEvaluator(self.cfg, self.num_query).protocol.rule.all_images
         self.title = f"{name}, {count} images" if count == total else f"{name}, {count} of {total} images"
 
     def features(self, model: Features, *, raw: bool = False) -> list[Tensor]:

@@ -18,6 +18,7 @@ from fastamp.data.decode import BIT_DEPTH, LARGEST_PIXELS
 from fastamp.data.transforms import Augmentation, Resize, Transforms
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.protocol import Protocol
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY
 from fastamp.inference.exported_metadata import read_metadata
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Image, as_list, crop_frame
@@ -99,7 +100,8 @@ class ExportedModel(FeatureModel):
     @property
     def protocol(self) -> Protocol:
         """Evaluation protocol of the checkpoint; market1501 if the file does not name it."""
-        return Protocol(metric=self.metric, rule=self.metadata.get("protocol", "market1501"))
+        rule = PROTOCOL_REGISTRY.get(self.metadata.get("protocol", "market1501"))
+        return Protocol(metric=self.metric, rule=rule())
 
     @cached_property
     def calibration(self) -> Calibration | None:

@@ -108,8 +108,8 @@ def sample_pair_scores(
 
     Args:
         reference: extraction of images with identities, or its file.
-        junk: pairs to exclude, e.g. ``Protocol.junk``; None for no junk. If no camera is known, no pairs are excluded.
-            Default: ``SAME_CAMERA``, pairs of the same identity and camera.
+        junk: pairs to exclude, e.g. ``RankingRule.junk``; None for no junk. If no camera is known, no pairs are
+            excluded. Default: ``SAME_CAMERA``, pairs of the same identity and camera.
         seed: seed of the sample. Default: 0.
 
     Returns:

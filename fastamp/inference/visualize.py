@@ -105,7 +105,7 @@ def _similar_pairs(
         frames: index in ``dataset`` of each image of ``test_set``: for tracklets, of the first frame.
     """
     pairs = []
-    offset = 0 if protocol.all_images else len(test_set.query)
+    offset = 0 if protocol.rule.all_images else len(test_set.query)
     for one in shown:
         numbers = one.query, offset + int(one.gallery[0])
         batch = dataset.__getitems__([(0, place, int(frames[number])) for place, number in enumerate(numbers)])

@@ -203,7 +203,7 @@ def _rank_lists(
 
 def images_of(test_set: EvaluatedSet) -> tuple[Sequence[ImageItem], Sequence[ImageItem]]:
     """Return the images that the queries and the gallery indices of the rank lists of a test set refer to."""
-    all_images = test_set.result is not None and test_set.result.protocol.all_images
+    all_images = test_set.result is not None and test_set.result.protocol.rule.all_images
     return (test_set.images, test_set.images) if all_images else (test_set.query, test_set.gallery)
 
 

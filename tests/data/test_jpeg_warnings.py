@@ -13,10 +13,10 @@ from tiny import tiny_config
 from fastamp.data import image_summary
 from fastamp.data.build import build_dataset
 from fastamp.data.cache import ImageCache
-from fastamp.data.check import check_dataset
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.decode import read_image
 from fastamp.data.jpeg_warnings import decoding_pool, named_warnings, read_all, read_in_threads
+from fastamp.diagnostics.data_check import check_dataset
 from fastamp.inference.predictor import Predictor
 from fastamp.modeling import build_model
 

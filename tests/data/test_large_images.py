@@ -10,10 +10,10 @@ from PIL import Image
 import fastamp
 from fastamp.config import get_cfg, read_config
 from fastamp.data import decode
-from fastamp.data.check import check_dataset
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.decode import LARGEST_PIXELS, MAX_PIXELS, read_image
 from fastamp.data.transforms import build_transforms
+from fastamp.diagnostics.data_check import check_dataset
 from fastamp.utils.errors import ConfigError, DataError
 
 NAMES = ["a.jpg", "a.png", "a.bmp"]

@@ -8,10 +8,10 @@ from PIL import Image
 
 from fastamp.cli import main
 from fastamp.data.build import build_dataset
-from fastamp.data.check import check_dataset
 from fastamp.data.datasets import DATASET_REGISTRY, SenseReID, VIPeR
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.training_images import leaked_identities, training_items
+from fastamp.diagnostics.data_check import check_dataset
 from fastamp.engine import DefaultTrainer
 from fastamp.engine.dry_run import dry_run
 from fastamp.evaluation import Protocol

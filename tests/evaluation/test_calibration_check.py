@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from look_alikes import look_alikes
+from naive_ranking import protocol_of
 
 from fastamp.evaluation import Identities, Protocol
-from fastamp.evaluation.calibration_check import check_calibration, images_with_query
+from fastamp.evaluation.calibration_check import check_calibration
 from fastamp.evaluation.thresholds import calibrate
 
 
@@ -28,7 +29,7 @@ def test_set():
 @pytest.fixture(scope="module")
 def calibration(test_set):
     features, identities = test_set
-    used = images_with_query(identities, Protocol())
+    used = Protocol().rule.images_with_query(identities)
     everyone = identities.all_images().select(used, used)
     return calibrate(features[used], everyone, metric="cosine", far=0.01, frr=0.1, fpir=0.1, source="People")
 
@@ -88,8 +89,8 @@ def test_two_values_without_genuine_pairs_are_excluded(test_set, calibration):
 
 def test_distractors_have_no_query(test_set):
     _, identities = test_set
-    assert images_with_query(identities, Protocol()).tolist() == [True] * 800 + [False] * 50
-    assert images_with_query(identities, Protocol(rule="vehicleid")).all()
+    assert Protocol().rule.images_with_query(identities).tolist() == [True] * 800 + [False] * 50
+    assert protocol_of("vehicleid").rule.images_with_query(identities).all()
 
 
 def test_unsuitable_test_sets_are_not_checked(test_set, calibration, caplog):

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from naive_ranking import random_set
+from naive_ranking import protocol_of, random_set
 
-from fastamp.evaluation import Identities, Protocol, compute_metrics
+from fastamp.evaluation import Identities, compute_metrics
 from fastamp.evaluation.trials import draw_images
 from fastamp.layers.distance import pairwise_distance
 from fastamp.utils.errors import DataError
@@ -28,7 +28,7 @@ def evaluate(rule):
     (query_pids, query_camids, worn), (gallery_pids, gallery_camids, others) = labels("query"), labels("gallery")
     identities = Identities(query_pids, gallery_pids, query_camids, gallery_camids, {"clothes": (worn, others)})
     features = (torch.from_numpy(DATA[f"{side}_features"]).double() for side in ("query", "gallery"))
-    return compute_metrics(*features, identities, Protocol(rule=rule, ranks=RANKS, resamples=0)).metrics()
+    return compute_metrics(*features, identities, protocol_of(rule, ranks=RANKS, resamples=0)).metrics()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def prcc(rule, queries):
     pids = {side: torch.from_numpy(DATA[f"prcc_{side}_pids"]) for side in sides}
     cameras = torch.zeros_like(pids[queries]), torch.ones_like(pids["A"])
     identities = Identities(pids[queries], pids["A"], *cameras)
-    return compute_metrics(sides[queries], sides["A"], identities, Protocol(rule=rule, resamples=0)).metrics()
+    return compute_metrics(sides[queries], sides["A"], identities, protocol_of(rule, resamples=0)).metrics()
 
 
 @pytest.mark.parametrize("queries, name", [("B", "prcc_same"), ("C", "prcc_changing")])
@@ -76,7 +76,7 @@ def test_clothes_protocols_equal_a_naive_loop(rule):
     ids = Identities(
         ids.query_pids, ids.gallery_pids, ids.query_camids, ids.gallery_camids, {"clothes": (worn, others)}
     )
-    found = compute_metrics(queries, gallery, ids, Protocol(rule=rule)).ranking
+    found = compute_metrics(queries, gallery, ids, protocol_of(rule)).ranking
     distances = pairwise_distance(queries, gallery, "cosine").tolist()
     for q, row in enumerate(distances):
         kept = []
@@ -95,8 +95,8 @@ def test_missing_clothes_are_an_error_except_for_distractors():
     worn, others = torch.zeros(30, dtype=torch.int64), torch.arange(120) % 2
     others[ids.gallery_pids == 0] = -1
     sides = (ids.query_pids, ids.gallery_pids, ids.query_camids, ids.gallery_camids)
-    compute_metrics(queries, gallery, Identities(*sides, {"clothes": (worn, others)}), Protocol(rule="cloth_changing"))
+    compute_metrics(queries, gallery, Identities(*sides, {"clothes": (worn, others)}), protocol_of("cloth_changing"))
     worn[4] = others[ids.gallery_pids.argmax()] = -1
     with pytest.raises(DataError, match=r"cloth_changing.*\n?.*\b1 .*\b1 "):
         identities = Identities(*sides, {"clothes": (worn, others)})
-        compute_metrics(queries, gallery, identities, Protocol(rule="cloth_changing"))
+        compute_metrics(queries, gallery, identities, protocol_of("cloth_changing"))

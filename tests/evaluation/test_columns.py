@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from naive_ranking import naive, random_set
+from naive_ranking import naive, protocol_of, random_set
 
 from fastamp.config import get_cfg
 from fastamp.evaluation import Identities, Protocol, ReidEvaluator, ReportOptions, compute_metrics, print_results
 from fastamp.evaluation.identities import Junk, Matches
-from fastamp.evaluation.protocol import RULES, RankingRule
+from fastamp.evaluation.ranking_rule import RankingRule
+from fastamp.evaluation.test_set import check_columns
 from fastamp.layers.distance import pairwise_distance
 from fastamp.utils.errors import DataError
 
@@ -30,15 +31,18 @@ def with_columns(identities, **columns):
 
 
 @pytest.fixture
-def same_outfit(monkeypatch):
+def same_outfit():
     """Custom rule that needs the column ``clothes``."""
 
-    def junk(matches, queries, gallery):
+    def same(matches, queries, gallery):
         return matches.query_columns["clothes"][queries] == matches.gallery_columns["clothes"][gallery]
 
-    rule = RankingRule(text="other clothes", junk=Junk(junk), columns=("clothes",))
-    monkeypatch.setitem(RULES, "same_outfit", rule)
-    return Protocol(rule="same_outfit", resamples=0)
+    class SameOutfit(RankingRule):
+        text = "other clothes"
+        junk = Junk(same)
+        columns = ("clothes",)
+
+    return Protocol(rule=SameOutfit(), resamples=0)
 
 
 def test_rule_reads_columns_in_ranking_examples_and_pairs(same_outfit):
@@ -69,7 +73,7 @@ def test_selected_rows_keep_their_columns():
 
 def test_missing_column_is_an_error_that_lists_the_available_ones(same_outfit):
     queries, gallery, ids = random_set(1)
-    with pytest.raises(DataError, match=r"TEST.PROTOCOL=same_outfit(.|\n)*'clothes'(.|\n)*species, time"):
+    with pytest.raises(DataError, match=r"TEST.PROTOCOL=SameOutfit(.|\n)*'clothes'(.|\n)*species, time"):
         compute_metrics(queries, gallery, with_columns(ids, species=1, time=1), same_outfit)
     with pytest.raises(DataError, match=r"TEST.GROUP_BY=specie(.|\n)*'species'"):
         compute_metrics(queries, gallery, with_columns(ids, species=1), Protocol(group_by="specie"))
@@ -77,10 +81,10 @@ def test_missing_column_is_an_error_that_lists_the_available_ones(same_outfit):
 
 def test_group_by_a_missing_column_also_offers_the_camera():
     with pytest.raises(DataError, match=r"TEST.GROUP_BY=Camera(.|\n)*camera, species"):
-        Protocol(group_by="Camera").check_columns(["species"])
+        check_columns(["species"], Protocol(group_by="Camera"))
     # Protocols cannot use the camera as a column.
     with pytest.raises(DataError, match=r": species\n"):
-        Protocol(rule="cloth_changing").check_columns(["species"])
+        check_columns(["species"], protocol_of("cloth_changing"))
 
 
 def evaluator(protocol, num_query):

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from naive_ranking import protocol
+from naive_ranking import protocol, protocol_of
 
-from fastamp.evaluation import Identities, Protocol, ReportOptions, compute_metrics
+from fastamp.evaluation import Identities, ReportOptions, compute_metrics
 from fastamp.evaluation.trials import draw_images
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -31,7 +31,7 @@ def side(name, *, features="_features", ids="_ids"):
 
 def evaluate(queries, gallery, rule, **options):
     identities = Identities(queries[1], gallery[1], queries[2], gallery[2])
-    return compute_metrics(queries[0], gallery[0], identities, Protocol(rule=rule, ranks=RANKS, resamples=0, **options))
+    return compute_metrics(queries[0], gallery[0], identities, protocol_of(rule, ranks=RANKS, resamples=0, **options))
 
 
 def assert_equals_reference(metrics, name):
@@ -141,7 +141,7 @@ def random_sysu(seed, *, levels=None, pids=9):
 @pytest.mark.parametrize("rule", ["sysu_all_single", "sysu_indoor_multi"])
 def test_sysu_trials_equal_a_naive_loop(rule, levels):
     queries, gallery, ids = random_sysu(2, levels=levels)
-    protocol = Protocol(rule=rule, metric="euclidean", num_trials=3, seed=5, ranks=RANKS, resamples=0)
+    protocol = protocol_of(rule, metric="euclidean", num_trials=3, seed=5, ranks=RANKS, resamples=0)
     result = compute_metrics(queries, gallery, ids, protocol)
     distances = torch.cdist(queries, gallery).square()
     if levels:
@@ -166,8 +166,8 @@ def test_sysu_trials_equal_a_naive_loop(rule, levels):
 
 def test_sysu_ranking_does_not_depend_on_the_size_of_the_blocks():
     queries, gallery, ids = random_sysu(4)
-    whole = compute_metrics(queries, gallery, ids, Protocol(rule="sysu_all_single")).ranking
-    parts = compute_metrics(queries, gallery, ids, Protocol(rule="sysu_all_single", memory_budget_mb=1e-3)).ranking
+    whole = compute_metrics(queries, gallery, ids, protocol_of("sysu_all_single")).ranking
+    parts = compute_metrics(queries, gallery, ids, protocol_of("sysu_all_single", memory_budget_mb=1e-3)).ranking
     assert torch.equal(whole.first_match, parts.first_match) and torch.equal(whole.ap, parts.ap)
 
 
@@ -180,14 +180,14 @@ def test_sysu_protocol_rejects_other_cameras(queries, gallery):
     if len(gallery) == 3:
         ids.gallery_camids[0] = 3
     with pytest.raises(DataError, match="SYSU-MM01"):
-        compute_metrics(features, features, ids, Protocol(rule="sysu_all_single"))
+        compute_metrics(features, features, ids, protocol_of("sysu_all_single"))
 
 
 def test_sysu_gallery_without_a_camera_of_the_mode_has_no_matches():
     queries, gallery, ids = random_sysu(4)
     ids.gallery_camids[:] = 4
     with pytest.raises(DataError, match="sysu_indoor_single"):
-        compute_metrics(queries, gallery, ids, Protocol(rule="sysu_indoor_single"))
+        compute_metrics(queries, gallery, ids, protocol_of("sysu_indoor_single"))
 
 
 def test_random_galleries_exclude_reranking_expansion_and_roc(subtests):
@@ -201,7 +201,7 @@ def test_random_galleries_exclude_reranking_expansion_and_roc(subtests):
 def test_trapezoidal_ap_applies_to_random_galleries():
     queries, gallery, ids = random_sysu(4)
     plain, trapezoid = (
-        compute_metrics(queries, gallery, ids, Protocol(rule="sysu_all_single", trapezoid=flag)).metrics()
+        compute_metrics(queries, gallery, ids, protocol_of("sysu_all_single", trapezoid=flag)).metrics()
         for flag in (False, True)
     )
     assert plain["mAP"] != trapezoid["mAP"] and plain["Rank-1"] == trapezoid["Rank-1"]
@@ -211,7 +211,7 @@ def test_trapezoidal_ap_applies_to_random_galleries():
 def test_reports_show_the_gallery_of_the_first_trial(rule):
     queries, gallery, ids = random_sysu(4)
     options = ReportOptions(kinds=("best", "worst"), lists=4, length=200)
-    found = compute_metrics(queries, gallery, ids, Protocol(rule=rule), options)
+    found = compute_metrics(queries, gallery, ids, protocol_of(rule), options)
     lists = found.examples.lists["best"] + found.examples.lists["worst"]
     drawn = draw_images(ids.gallery_pids.numpy(), ids.gallery_camids.numpy(), shots=1, generator=random.Random(0))
     for example in lists:
@@ -226,5 +226,5 @@ def test_rank_counts_identities_and_not_images():
     """Three images of another identity before the match count as one."""
     ids = Identities(*map(torch.tensor, ([1], [0, 0, 0, 1], [6], [1, 4, 5, 1])))
     gallery = torch.tensor([[0.1], [0.2], [0.3], [0.4]])
-    result = compute_metrics(torch.zeros(1, 1), gallery, ids, Protocol(rule="sysu_all_single", metric="euclidean"))
+    result = compute_metrics(torch.zeros(1, 1), gallery, ids, protocol_of("sysu_all_single", metric="euclidean"))
     assert result.ranking.first_match.unique().tolist() == [1] and result.ranking.mean_ap == pytest.approx(1 / 4)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from naive_ranking import naive_rows, protocol, random_set, rows_of
+from naive_ranking import naive_rows, protocol, protocol_of, random_set, rows_of
 
-from fastamp.evaluation import Identities, Protocol, compute_metrics
+from fastamp.evaluation import Identities, compute_metrics
 from fastamp.layers.distance import pairwise_distance
 
 
@@ -14,7 +14,7 @@ def test_mars_equals_a_naive_loop_over_a_gallery_with_the_queries():
     every = torch.cat((queries, gallery))
     pids, camids = torch.cat((ids.query_pids, ids.gallery_pids)), torch.cat((ids.query_camids, ids.gallery_camids))
     all_tracklets = Identities(ids.query_pids, pids, ids.query_camids, camids)
-    found = compute_metrics(queries, every, all_tracklets, Protocol(rule="mars")).ranking
+    found = compute_metrics(queries, every, all_tracklets, protocol_of("mars")).ranking
     kept = pids >= 0
     without_junk = Identities(ids.query_pids, pids[kept], ids.query_camids, camids[kept])
     distances = pairwise_distance(queries, every[kept], "cosine").tolist()

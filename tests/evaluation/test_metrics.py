@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from naive_ranking import naive, protocol, random_set
+from naive_ranking import naive, protocol, protocol_of, random_set
 
-from fastamp.evaluation import Identities, Protocol, check_matches, compute_metrics
+from fastamp.evaluation import Identities, check_evaluable, compute_metrics
 from fastamp.layers import pairwise_distance
 from fastamp.utils.errors import DataError, NoMatchError
 
@@ -63,16 +63,16 @@ def test_metrics_with_reranking_expansion_and_roc_are_independent_of_memory_budg
 def test_evaluation_raises_if_no_query_has_a_match(rule, gallery, message, suggests_no_camera):
     ids = Identities(*(torch.tensor(side) for side in ([1, 2], gallery, [0, 0], [0, 0])))
     with pytest.raises(NoMatchError, match=message) as error:
-        compute_metrics(torch.eye(2), torch.eye(2), ids, Protocol(rule=rule))
+        compute_metrics(torch.eye(2), torch.eye(2), ids, protocol_of(rule))
     assert ("no_camera" in str(error.value)) == suggests_no_camera
     with pytest.raises(NoMatchError) as by_labels:
-        check_matches(ids, Protocol(rule=rule))
+        check_evaluable(ids, protocol_of(rule))
     assert str(by_labels.value) == str(error.value)
 
 
 @pytest.mark.parametrize("rule", ["market1501", "no_camera", "vehicleid", "cuhk03", "recall_at_k"])
 def test_one_match_is_enough(rule):
-    check_matches(Identities(*(torch.tensor(side) for side in ([1, 2], [2, 4], [0, 0], [1, 1]))), Protocol(rule=rule))
+    check_evaluable(Identities(*(torch.tensor(side) for side in ([1, 2], [2, 4], [0, 0], [1, 1]))), protocol_of(rule))
 
 
 @pytest.mark.parametrize("opts", [[], ["TEST.RERANK", "on"], ["TEST.AQE", "on"]])

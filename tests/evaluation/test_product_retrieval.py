@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from naive_ranking import protocol
+from naive_ranking import protocol, protocol_of
 
-from fastamp.evaluation import Identities, Protocol, ReportOptions, compute_metrics
+from fastamp.evaluation import Identities, ReportOptions, compute_metrics
 from fastamp.utils.errors import ConfigError, NoMatchError
 
 REFERENCE = Path(__file__).parents[1] / "reference/methods"
@@ -21,7 +21,7 @@ def identities(query_pids, gallery_pids):
 
 
 def recalls(queries, gallery, ids, rule, metric, ranks):
-    options = Protocol(rule=rule, metric=metric, ranks=tuple(ranks), resamples=0)
+    options = protocol_of(rule, metric=metric, ranks=tuple(ranks), resamples=0)
     metrics = compute_metrics(queries, gallery, ids, options).metrics()
     return [metrics[f"Recall@{rank}"] for rank in ranks], metrics
 
@@ -59,7 +59,7 @@ def test_copies_show_the_difference_between_the_image_itself_and_the_first_hit()
     features = torch.tensor([[0.0], [0.0], [5.0], [6.0], [0.5], [9.0]])
     ids = identities([0, 1, 2, 2, 0, 1], [])
     found = [
-        compute_metrics(features, features[:0], ids, Protocol(rule=rule, metric="euclidean")).ranking.hits(1)[1].item()
+        compute_metrics(features, features[:0], ids, protocol_of(rule, metric="euclidean")).ranking.hits(1)[1].item()
         for rule in ("recall_at_k", "recall_at_k_first_hit")
     ]
     assert found == [0, 1]
@@ -68,13 +68,13 @@ def test_copies_show_the_difference_between_the_image_itself_and_the_first_hit()
 def test_image_without_another_of_its_class_is_excluded_or_a_miss():
     features, ids = torch.arange(5.0)[:, None], identities([0, 0, 1, 1, 7], [])
     plain, first_hit = (
-        compute_metrics(features, features[:0], ids, Protocol(rule=rule, metric="euclidean", resamples=0)).metrics()
+        compute_metrics(features, features[:0], ids, protocol_of(rule, metric="euclidean", resamples=0)).metrics()
         for rule in ("recall_at_k", "recall_at_k_first_hit")
     )
     assert (plain["num_query_without_match"], first_hit["num_query_without_match"]) == (1, 0)
     assert plain["Recall@1"] * 4 == pytest.approx(first_hit["Recall@1"] * 5)
     with pytest.raises(NoMatchError, match=r"\b5 "):
-        compute_metrics(features, features[:0], identities(range(5), []), Protocol(rule="recall_at_k"))
+        compute_metrics(features, features[:0], identities(range(5), []), protocol_of("recall_at_k"))
 
 
 @pytest.mark.parametrize("rule", ["recall_at_k_first_hit", "animals_disjoint_miewid"])
@@ -97,7 +97,7 @@ def test_reports_and_verification_exclude_the_query_itself():
     generator = torch.Generator().manual_seed(1)
     pids = torch.arange(40) % 8
     features = torch.nn.functional.one_hot(pids, 8) + 0.5 * torch.randn(40, 8, generator=generator)
-    options = Protocol(rule="recall_at_k", false_accept_rates=(0.1,))
+    options = protocol_of("recall_at_k", false_accept_rates=(0.1,))
     ids = identities(pids[:10], pids[10:])
     found = compute_metrics(features[:10], features[10:], ids, options, ReportOptions(lists=3, length=50))
     assert (found.roc.num_genuine, found.roc.num_impostor) == (40 * 4, 40 * 35)

@@ -11,8 +11,9 @@ from fastamp.evaluation import Identities, Protocol, ReidEvaluator, ReportOption
 from fastamp.evaluation import identities as module
 from fastamp.evaluation.identities import SAME_CAMERA, Junk, Matches, same_camera
 from fastamp.evaluation.neighbors import BACKENDS
-from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, RULES, Ranker, RankingRule
 from fastamp.evaluation.query_expansion import TARGETS
+from fastamp.evaluation.ranker import Ranker
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RandomRule, RankingRule
 from fastamp.evaluation.rerank import VARIANTS
 from fastamp.layers.distance import METRICS, pairwise_distance
 from fastamp.utils.errors import ConfigError, NoMatchError
@@ -39,18 +40,21 @@ def test_ranker_without_junk_rule_ranks_images_from_the_same_camera():
 
 
 @pytest.fixture
-def other_cameras(monkeypatch):
+def other_cameras():
     """Custom rule: all images from the query's camera are junk, regardless of their identity."""
-    rule = RankingRule(text="only other cameras", junk=Junk(same_camera, same_identity_only=False))
-    monkeypatch.setitem(RULES, "other_cameras", rule)
-    return rule
+
+    class OtherCameras(RankingRule):
+        text = "only other cameras"
+        junk = Junk(same_camera, same_identity_only=False)
+
+    return OtherCameras()
 
 
 @pytest.mark.parametrize("most", [2**19, 50])
 def test_custom_protocol_rule_applies_to_ranking_roc_pairs_and_examples(other_cameras, monkeypatch, most):
     monkeypatch.setattr(module, "_MAX_PAIRS", most)
     queries, gallery, ids = random_set(3, queries=90, cameras=4)
-    rule = Protocol(rule="other_cameras", false_accept_rates=(0.1,), resamples=0)
+    rule = Protocol(rule=other_cameras, false_accept_rates=(0.1,), resamples=0)
     found = compute_metrics(queries, gallery, ids, rule, ReportOptions(kinds=("best", "worst"), lists=5, length=60))
     distances = pairwise_distance(queries, gallery, "cosine")
     same, allowed = ids.query_pids[:, None] == ids.gallery_pids, ids.query_camids[:, None] != ids.gallery_camids
@@ -66,7 +70,7 @@ def test_custom_protocol_rule_applies_to_ranking_roc_pairs_and_examples(other_ca
     threshold = impostor.sort().values[len(impostor) // 10 - 1]
     assert found.roc.tar_at(0.1) == pytest.approx((genuine <= threshold).double().mean().item(), abs=2 / len(genuine))
 
-    examples = compute_metrics(queries, gallery, ids, Protocol(rule="other_cameras"), ReportOptions()).examples
+    examples = compute_metrics(queries, gallery, ids, Protocol(rule=other_cameras), ReportOptions()).examples
     np.testing.assert_array_equal(examples.roc.tar, found.roc.tar)
     matrix = found.examples.cameras
     assert np.isnan(np.diag(matrix.mean_ap)).all()
@@ -90,11 +94,13 @@ def test_custom_protocol_rule_applies_to_ranking_roc_pairs_and_examples(other_ca
         np.testing.assert_allclose(quantiles[[0, -1]], [1 - similarities.max(), 1 - similarities.min()], atol=1e-6)
 
 
-def test_error_of_custom_rule_without_matches_does_not_mention_cameras(monkeypatch):
-    all_junk = Junk(lambda matches, queries, gallery: np.full(np.broadcast(queries, gallery).shape, True))
-    monkeypatch.setitem(RULES, "all_junk", RankingRule(text="all images are junk", junk=all_junk))
-    with pytest.raises(NoMatchError, match="TEST.PROTOCOL.*all_junk") as error:
-        compute_metrics(*random_set(3), Protocol(rule="all_junk"))
+def test_error_of_custom_rule_without_matches_does_not_mention_cameras():
+    class AllJunk(RankingRule):
+        text = "all images are junk"
+        junk = Junk(lambda matches, queries, gallery: np.full(np.broadcast(queries, gallery).shape, True))
+
+    with pytest.raises(NoMatchError, match="TEST.PROTOCOL.*AllJunk") as error:
+        compute_metrics(*random_set(3), Protocol(rule=AllJunk()))
     assert "camera" not in str(error.value)
 
 
@@ -165,12 +171,15 @@ def test_unknown_protocol_lists_choices_and_the_nearest():
         protocol("TEST.PROTOCOL", "market")
 
 
-@pytest.mark.parametrize("register", [RULES.__setitem__, lambda name, rule: PROTOCOL_REGISTRY.register(name)(rule)])
-def test_registered_protocol_can_be_named_in_a_config(register):
-    register("mine", RankingRule(text="mine, {0.num_trials} trials", junk=None))
-    try:
-        assert "mine, 10 trials" in protocol("TEST.PROTOCOL", "mine").describe()
-        with pytest.raises(DuplicateNameError, match="TEST.PROTOCOL: 'mine'"):
-            PROTOCOL_REGISTRY.register("mine")(RankingRule(text="other", junk=None))
-    finally:
-        del RULES["mine"]
+def test_registered_protocol_can_be_named_in_a_config(monkeypatch):
+    monkeypatch.setattr(PROTOCOL_REGISTRY, "_components", dict(PROTOCOL_REGISTRY._components))
+
+    @PROTOCOL_REGISTRY.register("mine")
+    class Mine(RandomRule):
+        text = "mine, {num_trials} trials"
+
+    built = protocol("TEST.PROTOCOL", "mine", "TEST.NUM_TRIALS", "3", "TEST.AP_METHOD", "trapezoid")
+    assert "mine, 3 trials" in built.describe() and built.rule == Mine(num_trials=3, trapezoid=True)
+    assert built.rule.name == "mine"
+    with pytest.raises(DuplicateNameError, match="TEST.PROTOCOL: 'mine'"):
+        PROTOCOL_REGISTRY.register("mine")(RankingRule)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_ranking import REFERENCE, load, naive, random_distances, random_set, rows_of
+from naive_ranking import REFERENCE, load, naive, protocol_of, random_distances, random_set, rows_of
 
-from fastamp.evaluation import Identities, Protocol, compute_metrics, rank_distances
+from fastamp.evaluation import Identities, compute_metrics, rank_distances
 from fastamp.evaluation.identities import SAME_CAMERA, Matches
 from fastamp.evaluation.rank import _ranks_on_device, ranks_of_matches
 from fastamp.layers import pairwise_distance
@@ -40,7 +40,7 @@ CASES = [(name, metric) for name in VALUES for metric in ("euclidean", "cosine")
 
 
 def rank_features(queries, gallery, ids, **options):
-    return compute_metrics(queries, gallery, ids, Protocol(**options)).ranking
+    return compute_metrics(queries, gallery, ids, protocol_of(**options)).ranking
 
 
 def test_ranking_by_fastreid_distances_equals_fastreid_ranking(subtests):

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from naive_ranking import naive, random_set
+from naive_ranking import naive, protocol_of, random_set
 
-from fastamp.evaluation import Identities, Protocol, ReportOptions, compute_metrics
+from fastamp.evaluation import Identities, ReportOptions, compute_metrics
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import pairwise_distance
@@ -17,7 +17,7 @@ ALL = ReportOptions(kinds=("best", "worst", "random"), lists=4, length=7)
 
 def evaluate(report_options=ALL, **protocol):
     queries, gallery, ids = random_set(3, queries=90, cameras=4)
-    return compute_metrics(queries, gallery, ids, Protocol(**protocol), report_options), queries, gallery, ids
+    return compute_metrics(queries, gallery, ids, protocol_of(**protocol), report_options), queries, gallery, ids
 
 
 @pytest.mark.parametrize("rule", ["market1501", "no_camera"])
@@ -120,5 +120,5 @@ def test_retrieval_examples_do_not_change_metrics(protocol):
 def test_camera_matrix_is_none_with_single_camera():
     queries, gallery, ids = random_set(3)
     ids = dataclasses.replace(ids, query_camids=ids.query_camids * 0, gallery_camids=ids.gallery_camids * 0)
-    examples = compute_metrics(queries, gallery, ids, Protocol(rule="no_camera"), ALL).examples
+    examples = compute_metrics(queries, gallery, ids, protocol_of("no_camera"), ALL).examples
     assert examples.cameras is None and examples.roc is not None

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from naive_ranking import REFERENCE, load, random_set
+from naive_ranking import REFERENCE, load, protocol_of, random_set
 
 from fastamp.evaluation import Protocol, compute_metrics
 from fastamp.evaluation.roc import write_roc
@@ -18,7 +18,7 @@ RATES = (1e-4, 1e-3, 1e-2, 0.1, 0.5)
 
 
 def roc_of(queries, gallery, ids, **options):
-    return compute_metrics(queries, gallery, ids, Protocol(resamples=0, false_accept_rates=RATES, **options)).roc
+    return compute_metrics(queries, gallery, ids, protocol_of(resamples=0, false_accept_rates=RATES, **options)).roc
 
 
 # In g7 a genuine and an impostor distance differ only in the last bit.
@@ -110,7 +110,7 @@ def test_roc_plot_is_skipped_without_matplotlib(tmp_path, monkeypatch, caplog):
 
 def test_protocol_with_roc_and_random_gallery_raises():
     with pytest.raises(ConfigError, match="TEST.ROC.ENABLED"):
-        Protocol(rule="vehicleid", false_accept_rates=RATES)
+        protocol_of("vehicleid", false_accept_rates=RATES)
 
 
 def test_roc_curve_is_none_without_impostor_pairs(caplog):

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from naive_ranking import naive, random_set
+from naive_ranking import naive, protocol_of, random_set
 
-from fastamp.evaluation import Identities, Protocol, compute_metrics
+from fastamp.evaluation import Identities, compute_metrics
 from fastamp.layers import pairwise_distance
 
 
 def evaluate(features, **options):
-    return compute_metrics(*features, Protocol(resamples=0, **options))
+    return compute_metrics(*features, protocol_of(resamples=0, **options))
 
 
 def rank_of(distances, images, match):
@@ -64,7 +64,7 @@ def test_vehicleid_metrics_equal_naive_loop_over_trials():
     images = torch.cat((queries, gallery))
     pids = torch.cat((ids.query_pids, ids.gallery_pids)).tolist()
     distances = pairwise_distance(images, images, "cosine").tolist()
-    ranker = Protocol(rule="vehicleid", num_trials=7, seed=3).ranker(ids.all_images())
+    ranker = protocol_of("vehicleid", num_trials=7, seed=3).rule.ranker(ids.all_images(), "cosine")
     found = evaluate((queries, gallery, ids), rule="vehicleid", num_trials=7, seed=3)
     precisions, firsts = [], []
     for number, drawn in enumerate(ranker._drawn.tolist()):

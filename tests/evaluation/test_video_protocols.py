@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 import torch
 from dataset_trees import mat, write
+from naive_ranking import protocol_of
 from PIL import Image
 
 from fastamp.config import read_config
 from fastamp.data.build import build_reid_test_loader
-from fastamp.evaluation import Identities, Protocol, ReidEvaluator, compute_metrics
+from fastamp.evaluation import Identities, ReidEvaluator, compute_metrics
 
 RANKS = (1, 5, 10)
 
@@ -60,7 +61,7 @@ def evaluate(root, name, tracks, monkeypatch, *options):
     cfg = read_config("", ["DATALOADER.NUM_WORKERS", 0, "MODEL.DEVICE", "cpu", "INPUT.SIZE_TEST", (16, 8), *options])
     loader, num_query = build_reid_test_loader(cfg, name)
     evaluator = ReidEvaluator(cfg, num_query)
-    evaluator.protocol = Protocol(rule=cfg.TEST.PROTOCOL, ranks=RANKS, resamples=0)
+    evaluator.protocol = protocol_of(cfg.TEST.PROTOCOL, ranks=RANKS, resamples=0)
     for batch in loader:
         evaluator.process(batch, torch.from_numpy(np.stack([features[path] for path in batch["img_paths"]])))
     return evaluator.evaluate()
@@ -208,5 +209,5 @@ def test_rules_by_hand(rule, pids, cameras, ap, first):
     gallery = torch.stack((similarity, (1 - similarity**2).sqrt()), 1)
     ids = Identities(torch.tensor([1]), torch.tensor(pids), torch.tensor([0]), torch.tensor(cameras))
     query = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    metrics = compute_metrics(query, gallery, ids, Protocol(rule=rule, resamples=0)).metrics()
+    metrics = compute_metrics(query, gallery, ids, protocol_of(rule, resamples=0)).metrics()
     assert metrics["mAP"] / 100 == pytest.approx(ap, abs=1e-12) and metrics["Rank-1"] == 100 * first

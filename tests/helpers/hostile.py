@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import torch
-from naive_ranking import random_set
+from naive_ranking import protocol_of, random_set
 from PIL import Image
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import read_config
 from fastamp.data.datasets.base import ImageItem
-from fastamp.evaluation import Protocol, ReportOptions, compute_metrics
+from fastamp.evaluation import ReportOptions, compute_metrics
 from fastamp.report import EvaluatedSet, Run, read_history
 
 SCRIPT = "<script>console.error('broken out')</script>"
@@ -21,7 +21,7 @@ IN_CONFIG = HOSTILE.replace("\x00", "").replace("\ud800", "")  # a config reject
 def hostile_run(folder, *, sets=2, **protocol):
     """Create a run with ``sets`` test sets; the images are written to ``folder``."""
     queries, gallery, ids = random_set(3, queries=24, gallery=60, cameras=5)
-    result = compute_metrics(queries, gallery, ids, Protocol(**protocol), ReportOptions())
+    result = compute_metrics(queries, gallery, ids, protocol_of(**protocol), ReportOptions())
     rng = np.random.default_rng(0)
     names = [f"{number}<b>.png" for number in range(4)]
     for name in names:

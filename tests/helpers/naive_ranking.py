@@ -1,12 +1,13 @@
 """Features and identities for evaluation tests, and a naive ranking loop as reference."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from fastamp.config import read_config
-from fastamp.evaluation import Identities, Protocol
+from fastamp.evaluation import PROTOCOL_REGISTRY, Identities, Protocol
 
 REFERENCE = Path(__file__).parents[1] / "reference/ranking"
 
@@ -79,6 +80,15 @@ def protocol(*opts):
     """Build the protocol of the default config with the given keys and values."""
     cfg = read_config("", opts)
     return Protocol.from_config(cfg)
+
+
+def protocol_of(rule="market1501", **options):
+    """Build a protocol from the name of its rule, with options of both."""
+    rule = PROTOCOL_REGISTRY.get(rule)
+    names = {field.name for field in fields(rule)}
+    own = {name: value for name, value in options.items() if name in names}
+    rest = {name: value for name, value in options.items() if name not in names or name == "seed"}
+    return Protocol(rule=rule(**own), **rest)
 
 
 def naive_reciprocal_weights(order, values, k1, k2, wide):

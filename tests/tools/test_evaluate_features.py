@@ -8,10 +8,10 @@ import evaluate_features
 import numpy as np
 import pytest
 import torch
-from naive_ranking import REFERENCE, random_set
+from naive_ranking import REFERENCE, protocol_of, random_set
 
 from fastamp.config import get_cfg
-from fastamp.evaluation import Identities, Protocol, ReidEvaluator, compute_metrics
+from fastamp.evaluation import Identities, ReidEvaluator, compute_metrics
 
 VALUES = json.loads((REFERENCE / "values.json").read_text())
 
@@ -264,7 +264,7 @@ def test_protocols_read_their_columns_from_the_file(capsys, tmp_path, as_text):
     columns = {"clothes": tuple(torch.from_numpy(value) for value in values.values())}
     identities = Identities(*ids, *(torch.from_numpy(camera).long() for camera in cameras.values()), columns)
     features = (torch.from_numpy(arrays[f"{side}_features"]) for side in ("query", "gallery"))
-    expected = compute_metrics(*features, identities, Protocol(rule="cloth_changing")).metrics()
+    expected = compute_metrics(*features, identities, protocol_of("cloth_changing")).metrics()
     assert json.loads(out)["mAP"] == pytest.approx(expected["mAP"], abs=1e-9)
     code, out, _ = run(capsys, path, "TEST.GROUP_BY", "clothes")
     assert code == 0 and "group: 2" in out

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.evaluation import EVALUATOR_REGISTRY, Protocol, ReidEvaluator
-from fastamp.evaluation.protocol import recall_name
+from fastamp.evaluation.product_retrieval import recall_name
 from fastamp.utils.errors import ConfigError
 
 KEYS = (Key("TEST.RECALLS", (1, 2, 4, 8, 16, 32), "RetriEvaluator: numbers k of Recall@k to report.", low=1),)

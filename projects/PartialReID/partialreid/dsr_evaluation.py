@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.config import CfgNode, Key
-from fastamp.evaluation import EVALUATOR_REGISTRY, Identities, Protocol, ReidEvaluator, compute_metrics
+from fastamp.evaluation import EVALUATOR_REGISTRY, Identities, Protocol, ReidEvaluator
+from fastamp.evaluation.metrics import rank_metrics
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
@@ -176,7 +177,7 @@ def rank1_by_weight(
     mixed: MixedDistances, identities: Identities, protocol: Protocol, weights: Sequence[float] = WEIGHTS
 ) -> list[float]:
     """Compute Rank-1 in percent for each weight of the reconstruction distance; 0 if no query has a match."""
-    matches = protocol.ranker(identities).matches
+    matches = protocol.rule.ranker(identities, protocol.metric).matches
     hits, valid = np.zeros(len(weights)), 0
     for start, distances in mixed.features.blocks():
         for first, last in matches.spans(start, start + len(distances)):
@@ -292,11 +293,10 @@ class DsrEvaluator(ReidEvaluator):
         )
         self.rates = rank1_by_weight(mixed, identities, self.protocol)
         oracle = best_weight(self.rates)
-        plain = self.protocol.plain()
         self._compared = {
-            name: compute_metrics(query_features, gallery_features, identities, plain, distances=blocks).metrics()
+            name: rank_metrics(blocks, identities, self.protocol)
             for name, blocks in (
-                ("global features", None),
+                ("global features", cosine),
                 ("oracle", MixedDistances(cosine, mixed.candidates, mixed.reconstruction, oracle)),
             )
         }

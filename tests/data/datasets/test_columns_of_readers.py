@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from dataset_trees import TREES, build, message, under, write
+from naive_ranking import protocol_of
 
 from fastamp.config import read_config
 from fastamp.data.build import build_dataset
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.datasets.items import PackedItems
 from fastamp.data.training_images import training_parts
-from fastamp.evaluation import Identities, Protocol
+from fastamp.evaluation import Identities
 from fastamp.evaluation.metrics import compute_metrics
-from fastamp.evaluation.protocol import PROTOCOL_REGISTRY
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY
 from fastamp.utils.errors import ConfigError
 
 LISTS = json.loads((Path(__file__).parents[2] / "reference/methods/vi_lists1.json").read_text())
@@ -290,7 +291,7 @@ def test_protocols_of_a_dataset_exist_and_have_their_columns(new_root, subtests)
         with subtests.test(name):
             dataset = build(name, new_root())
             for rule in DATASET_REGISTRY.get(name).protocols:
-                assert set(PROTOCOL_REGISTRY.get(rule).columns) <= set(dataset.query[0].columns or ())
+                assert set(PROTOCOL_REGISTRY.get(rule)().columns) <= set(dataset.query[0].columns or ())
 
 
 @pytest.mark.parametrize("rule", ["sysu_all_single", "sysu_indoor_multi", "llcm", "prcc", "recall_at_k"])
@@ -301,5 +302,5 @@ def test_protocols_rank_the_images_of_their_dataset(rule, root):
     (query_pids, query_camids), (gallery_pids, gallery_camids) = torch.tensor(sides[0]), torch.tensor(sides[1])
     identities = Identities(query_pids, gallery_pids, query_camids, gallery_camids)
     features = [torch.nn.functional.one_hot(pids, 10).float() for pids in (query_pids, gallery_pids)]
-    result = compute_metrics(*features, identities, Protocol(rule=rule, resamples=0))
+    result = compute_metrics(*features, identities, protocol_of(rule, resamples=0))
     assert result.metrics()["Rank-1"] == 100

@@ -7,10 +7,10 @@ import pytest
 
 from fastamp.config import read_config
 from fastamp.data.build import build_dataset
-from fastamp.data.check import check_dataset
 from fastamp.data.datasets import FilenameDataset, ImageDataset, Market1501
 from fastamp.data.datasets.identity_names import is_unknown_identity
 from fastamp.data.split_table import SplitOptions, split_table
+from fastamp.diagnostics.data_check import check_dataset
 from fastamp.utils.errors import DataError
 
 UNKNOWN = ["-1", "-1.0", "nan", "NaN", "None", "null", "unknown", "?", "-2", "N/A", " -3.50", "-inf", "-1e0"]

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from dataset_trees import build, mat
+from naive_ranking import protocol_of
 from PIL import Image
 
 from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset, build_reid_test_loader
-from fastamp.data.check import check_dataset
-from fastamp.evaluation import Protocol, ReidEvaluator
+from fastamp.diagnostics.data_check import check_dataset
+from fastamp.evaluation import ReidEvaluator
 from fastamp.utils.errors import ConfigError, DataError
 
 NAMES = ("MARS", "DukeMTMCVideo", "iLIDSVID", "PRID2011", "CCVID")
@@ -135,5 +136,5 @@ def test_check_data_accepts_query_tracklets_in_the_gallery(root):
         Image.fromarray(rng.integers(256, size=(32, 16, 3), dtype=np.uint8)).save(path)
     report = check_dataset(dataset)
     assert not report.has_errors
-    strict = check_dataset(dataset, protocol=Protocol(rule="no_camera"))
+    strict = check_dataset(dataset, protocol=protocol_of("no_camera"))
     assert any(finding.fault == "images in both query and gallery" for finding in strict.findings)

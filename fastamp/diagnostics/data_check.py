@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fastamp.data.columns import cell_text, summarize_columns
+from fastamp.data.columns import cell_text, encode_columns, rankable_columns, summarize_columns
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
 from fastamp.data.datasets.csv_table import DATABASE, SPLITS
 from fastamp.data.datasets.custom import (
@@ -25,7 +24,10 @@ from fastamp.data.image_summary import ImageSummary, inspect_image
 from fastamp.data.jpeg_warnings import decoding_pool, read_all
 from fastamp.data.near_duplicates import Fingerprint, NearestImages
 from fastamp.data.training_images import LEAK_FIX, leaked_identities
-from fastamp.utils.errors import DataError, writing
+from fastamp.evaluation import Identities, Protocol
+from fastamp.evaluation.identities import SAME_CAMERA
+from fastamp.evaluation.test_set import check_columns, check_evaluable, count_matches
+from fastamp.utils.errors import DataError, NoMatchError, writing
 from fastamp.utils.files import write_csv
 from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
@@ -90,7 +92,7 @@ def check_dataset(
     bit_depth: int = BIT_DEPTH,
     near_duplicate_bits: int | None = None,
     training_problems: Sequence[str] = (),
-    protocol: Any = None,
+    protocol: Protocol | None = None,
 ) -> Report:
     """Read every image in a dataset and check the labels and splits.
 
@@ -100,8 +102,7 @@ def check_dataset(
         bit_depth: see ``read_image``. Default 16.
         near_duplicate_bits: see ``NearestImages``.
         training_problems: result of ``find_training_problems``, to include in the report.
-        protocol: evaluation protocol, whose rule defines which queries have a match. Default: the rule ``market1501``,
-            which excludes images of the query's identity from the query's camera.
+        protocol: evaluation protocol, whose rule defines which queries have a match. Default: that of Market-1501.
 
     Returns:
         Image counts, image sizes and findings.
@@ -109,6 +110,7 @@ def check_dataset(
     Raises:
         DataError: if the images of a split cannot be listed.
     """
+    protocol = protocol or Protocol()
     splits = {split: items for split in SPLITS if (items := getattr(dataset, split))}
     report = Report([(split, *count_items(items, dataset)) for split, items in splits.items()])
     if splits:
@@ -139,7 +141,7 @@ def check_dataset(
         *checked.find_missing_splits(),
         *_findings(
             "problems that would stop a run",
-            [*training_problems, *_find_missing_columns(report, protocol), *_find_other_cameras(splits, protocol)],
+            [*training_problems, *_find_test_problem(dataset, splits, protocol)],
             is_error=False,
         ),
     ]
@@ -147,7 +149,9 @@ def check_dataset(
     return report
 
 
-def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: Any = None) -> tuple[int, int]:
+def write_clean(
+    dataset: ImageDataset, report: Report, path: Path, *, protocol: Protocol | None = None
+) -> tuple[int, int]:
     """Write a CSV file with the images of a dataset, without those that ``report`` excludes.
 
     The file has the columns of ``CsvDataset``, and the further columns of the dataset.
@@ -168,6 +172,7 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
         DataError: if no images remain.
         WriteError: if the file cannot be written.
     """
+    protocol = protocol or Protocol()
     excluded = {image for finding in report.findings for image in finding.excluded}
     kept = {
         split: [(row, item) for row, item in enumerate(getattr(dataset, split)) if (split, row) not in excluded]
@@ -175,8 +180,9 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
     }
     database = getattr(dataset, "database_lines", frozenset())
     total = sum(len(getattr(dataset, split)) for split in SPLITS) - len(database)
-    matchless = _find_matchless(*([item for _, item in kept[split]] for split in ("query", "gallery")), protocol)  # type: ignore[call-arg]
-    if not getattr(protocol, "is_open_set", False):
+    queries, gallery = ([item for _, item in kept[split]] for split in ("query", "gallery"))
+    matchless = _find_matchless(dataset, queries, gallery, protocol)
+    if not protocol.rule.open_set:
         kept["query"] = [row for row, fault in zip(kept["query"], matchless, strict=True) if not fault]
     if not any(kept.values()):
         raise DataError(f"{dataset.title}: no images remain without the images of the findings.\n  fix: add images")
@@ -213,7 +219,7 @@ def _column_names(kept: dict[str, list[tuple[int, ImageItem]]]) -> list[str]:
     return list(dict.fromkeys(name for items in kept.values() for _, item in items for name in item.columns or ()))
 
 
-def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], protocol: Any) -> bool:
+def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], protocol: Protocol) -> bool:
     """Decide whether the clean file has a column camid, and log a warning if the cameras of the dataset are dropped.
 
     A random split ignores the cameras if all test images are from one camera. In a file with the columns split and
@@ -224,7 +230,7 @@ def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], pr
     if not all(dataset.camera(item.camid) for split_items in items.values() for item in split_items):
         return False  # the dataset has no cameras
     named = {split: {(item.pid, dataset.camera(item.camid)) for item in items[split]} for split in ("query", "gallery")}
-    if not _excludes_same_camera(protocol) or named["query"].isdisjoint(named["gallery"]):
+    if not protocol.rule.uses_cameras or named["query"].isdisjoint(named["gallery"]):
         return True
     logger.warning(
         "%s: the clean file has no column camid, because all test images are from the camera %s: with cameras, no "
@@ -237,34 +243,48 @@ def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], pr
     return False
 
 
-_NO_IMAGE, _SAME_CAMERA = "no image", "same camera"
+_NO_IMAGE, _JUNK = "no image", "junk"
 
 
-def _find_matchless(queries: Sequence[ImageItem], gallery: Sequence[ImageItem], protocol: Any) -> list[str]:
-    """Find queries without a match.
+def _labels(dataset: ImageDataset, queries: Sequence[ImageItem], gallery: Sequence[ImageItem]) -> Identities:
+    """Return the labels of the test images; identities and cameras that are texts are numbered.
+
+    Raises:
+        DataError: if the values of a column cannot be encoded.
+    """
+    items = PackedItems.of([*queries, *gallery])
+    columns = encode_columns(items.columns, title=dataset.title, training=False)
+    names = {name: column.names for name, column in columns.items() if column.names is not None}
+    return Identities.split(len(queries), items.pids.codes, items.camids.codes, rankable_columns(columns), names)
+
+
+def _find_matchless(
+    dataset: ImageDataset, queries: Sequence[ImageItem], gallery: Sequence[ImageItem], protocol: Protocol
+) -> list[str]:
+    """Find queries without a match; none if the dataset lacks a column that the protocol needs.
 
     Returns:
-        For each query ``_NO_IMAGE``, ``_SAME_CAMERA``, or "" if it has a match.
+        For each query ``_NO_IMAGE``, ``_JUNK`` if all images of its identity are junk, or "" if it has a match.
     """
-    includes_queries = protocol is not None and protocol.all_images
-    items = [*queries, *gallery] if includes_queries else gallery
-    images = Counter(item.pid for item in items)
-    if protocol is not None and protocol.random_query_gallery_split:
-        # An identity with one image is always in the gallery, and never a query.
-        return [_NO_IMAGE if max(images.values(), default=0) == 1 else ""] * len(queries)
-    of_camera = Counter((item.pid, item.camid) for item in items)
+    rule = protocol.rule
+    try:
+        identities = _labels(dataset, queries, gallery)
+        check_columns(identities.columns, protocol)
+    except DataError:  # reported by ``_find_test_problem``
+        return [""] * len(queries)
+    if not queries:
+        return []
+    ranked = rule.arrange(identities)
+    matched = np.concatenate([counts > 0 for counts in count_matches(identities, rule)])
+    if rule.all_images and "query" in rule.draws:  # an identity with one image is always in the gallery
+        matched |= matched.any()
+    pids, images = np.unique(ranked.gallery_pids, return_counts=True)
+    several = pids[images > rule.all_images]
+    known = np.isin(identities.query_pids, several)
     return [
-        _NO_IMAGE
-        if images[item.pid] <= includes_queries
-        else _SAME_CAMERA
-        if _excludes_same_camera(protocol) and of_camera[item.pid, item.camid] == images[item.pid]
-        else ""
-        for item in queries
+        "" if match else _JUNK if is_known else _NO_IMAGE
+        for match, is_known in zip(matched[: len(queries)].tolist(), known.tolist(), strict=True)
     ]
-
-
-def _excludes_same_camera(protocol: Any) -> bool:
-    return protocol is None or protocol.cross_camera
 
 
 def _find_unpublished_counts(dataset: ImageDataset, rows: Sequence[tuple[str, int, int, int]]) -> Iterable[Finding]:
@@ -284,38 +304,30 @@ def _find_unpublished_counts(dataset: ImageDataset, rows: Sequence[tuple[str, in
     )
 
 
-def _find_other_protocol(dataset: ImageDataset, protocol: Any) -> Iterable[Finding]:
+def _find_other_protocol(dataset: ImageDataset, protocol: Protocol) -> Iterable[Finding]:
     """Find a protocol under which no results of the dataset are published."""
-    if protocol is not None and dataset.protocols and protocol.rule not in dataset.protocols:
+    if dataset.protocols and protocol.rule.name not in dataset.protocols:
         yield from _findings(
             "a protocol that differs from the published ones",
-            [f"TEST.PROTOCOL is {protocol.rule}; published: {', '.join(dataset.protocols)}"],
+            [f"TEST.PROTOCOL is {protocol.rule.name}; published: {', '.join(dataset.protocols)}"],
             is_error=False,
             fix=f"set TEST.PROTOCOL to {dataset.protocols[0]}",
         )
 
 
-def _find_missing_columns(report: Report, protocol: Any) -> list[str]:
-    """Describe the columns that the protocol needs and the dataset does not have."""
-    if protocol is None or not any(split == "query" for split, *_ in report.rows):
-        return []
+def _find_test_problem(
+    dataset: ImageDataset, splits: Mapping[str, Sequence[ImageItem]], protocol: Protocol
+) -> Iterator[str]:
+    """Yield why the test set cannot be evaluated, apart from missing splits and matches."""
+    queries, gallery = (splits.get(split, ()) for split in ("query", "gallery"))
+    if not queries or not (gallery or protocol.rule.all_images):
+        return
     try:
-        protocol.check_columns(name for name, kind, *_ in report.columns if kind != "list")
+        check_evaluable(_labels(dataset, queries, gallery), protocol)
+    except NoMatchError:
+        return
     except DataError as error:
-        return [str(error)]
-    return []
-
-
-def _find_other_cameras(splits: Mapping[str, Sequence[ImageItem]], protocol: Any) -> list[str]:
-    """Describe cameras of the test set that the protocol cannot evaluate."""
-    cameras = [{item.camid for item in splits.get(split, ())} for split in ("query", "gallery")]
-    if protocol is None or not all(cameras) or any(isinstance(camid, str) for camera in cameras for camid in camera):
-        return []
-    try:
-        protocol.check_cameras(*cameras)
-    except DataError as error:
-        return [str(error)]
-    return []
+        yield str(error)
 
 
 def _find_invalid_lines(dataset: ImageDataset) -> Iterable[Finding]:
@@ -345,7 +357,7 @@ class _CheckedDataset:
     dataset: ImageDataset
     splits: dict[str, Sequence[ImageItem]]
     summaries: dict[tuple, ImageSummary]
-    protocol: Any = None
+    protocol: Protocol
 
     def rows(self, *splits: str) -> Iterator[tuple[Row, ImageItem, ImageSummary]]:
         """Yield ``((split, row), image, summary)`` for all images of these splits."""
@@ -384,7 +396,7 @@ class _CheckedDataset:
 
     def find_shared_identities(self) -> Iterable[Finding]:
         """Find identities that are in both the training and the test images."""
-        if getattr(self.protocol, "is_closed_set", False):
+        if self.protocol.rule.closed_set:
             return
         shared = leaked_identities(self.dataset)
         yield from _findings(
@@ -395,13 +407,16 @@ class _CheckedDataset:
         )
 
     def find_unmatched_queries(self) -> Iterable[Finding]:
-        """Find queries without a match, or with matches only from their own camera."""
-        matchless = _find_matchless(self.splits.get("query", ()), self.splits.get("gallery", ()), self.protocol)
-        unmatched, same = (
-            [("query", row) for row, query_fault in enumerate(matchless) if query_fault == fault]
-            for fault in (_NO_IMAGE, _SAME_CAMERA)
+        """Find queries without a match: without an image of their identity, or only with junk."""
+        matchless = _find_matchless(
+            self.dataset, self.splits.get("query", ()), self.splits.get("gallery", ()), self.protocol
         )
-        open_set = getattr(self.protocol, "is_open_set", False)
+        unmatched, junk = (
+            [("query", row) for row, query_fault in enumerate(matchless) if query_fault == fault]
+            for fault in (_NO_IMAGE, _JUNK)
+        )
+        rule = self.protocol.rule
+        open_set = rule.open_set
         yield from _findings(
             "queries without a gallery image of their identity",
             [self.label(row, pid=True) for row in unmatched],
@@ -410,11 +425,15 @@ class _CheckedDataset:
             excluded=() if open_set else unmatched,
         )
         yield from _findings(
-            "queries whose only matches are from the same camera",
-            [self.label(row, pid=True) for row in same],
+            "queries whose only matches are from the same camera"
+            if rule.junk is SAME_CAMERA
+            else f"queries whose only matches are junk of TEST.PROTOCOL={rule.name}",
+            [self.label(row, pid=True) for row in junk],
             fix="add gallery images of other cameras; if cameras do not matter, set TEST.PROTOCOL to no_camera, or "
-            "remove the column camid",
-            excluded=same,
+            "remove the column camid"
+            if rule.junk is SAME_CAMERA
+            else "add gallery images of these identities that the protocol does not exclude, or remove the queries",
+            excluded=junk,
         )
 
     def find_duplicates(self, near_duplicate_bits: int | None, notes: list[str]) -> Iterable[Finding]:
@@ -472,7 +491,7 @@ class _CheckedDataset:
             (query[0], gallery[0]) == ("query", "gallery")
             and names[0] is not None
             and names[0] == names[1]
-            and _excludes_same_camera(self.protocol)
+            and self.protocol.rule.uses_cameras
         )
 
     def _sample_different(
@@ -500,8 +519,8 @@ class _CheckedDataset:
             item, near = self._item(row), self._item(first_rows[number])
             is_copy = self._summary(row).digest == self._summary(first_rows[number]).digest
             # Adjacent frames of one camera are excluded from the evaluation: SAME_CAMERA in
-            # fastamp.evaluation.protocol.
-            is_junk = _excludes_same_camera(self.protocol) and near.pid == item.pid and near.camid == item.camid
+            # fastamp.evaluation.identities.
+            is_junk = self.protocol.rule.uses_cameras and near.pid == item.pid and near.camid == item.camid
             if distance <= search.threshold and not is_copy and not is_junk:
                 pairs.append((distance, first_rows[number], row))
         return sorted(pairs)
@@ -546,7 +565,7 @@ class _CheckedDataset:
 
     def find_missing_splits(self) -> Iterable[Finding]:
         """Find splits without images, without which the dataset cannot be used for training or for testing."""
-        leaves_one_out = self.protocol is not None and self.protocol.ranking_rule.all_images
+        leaves_one_out = self.protocol.rule.all_images
         test = ("query",) if leaves_one_out else ("query", "gallery")
         for names, key in ((("train",), "DATASETS.NAMES"), (test, "DATASETS.TESTS")):
             missing = [name for name in names if name not in self.splits]

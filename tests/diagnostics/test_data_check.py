@@ -10,14 +10,15 @@ import check_data
 import numpy as np
 import pytest
 from dataset_trees import TREES
+from naive_ranking import protocol_of
 from PIL import Image
 
 from fastamp.cli.check_data import text
 from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset, build_reid_test_loader
-from fastamp.data.check import Finding, Report, check_dataset, write_clean
 from fastamp.data.contact_sheet import contact_sheet
 from fastamp.data.datasets.custom import CsvDataset
+from fastamp.diagnostics.data_check import Finding, Report, check_dataset, write_clean
 from fastamp.evaluation import Protocol
 from fastamp.utils import fonts
 
@@ -242,7 +243,7 @@ def test_queries_with_matches_of_the_same_camera_are_valid_if_the_protocol_ignor
 @pytest.mark.parametrize("protocol, is_error", [("market1501", True), ("no_camera", True), ("vehicleid", False)])
 def test_query_without_a_gallery_image_is_valid_only_if_the_protocol_draws_queries(folder, protocol, is_error):
     no_match(folder)
-    dataset, protocol = build_dataset(f"csv:{folder / 'set.csv'}"), Protocol(rule=protocol)
+    dataset, protocol = build_dataset(f"csv:{folder / 'set.csv'}"), protocol_of(protocol)
     report = check_dataset(dataset, protocol=protocol)
     assert report.has_errors == is_error
     assert write_clean(dataset, report, folder / "clean.csv", protocol=protocol) == (36 - is_error, int(is_error))
@@ -268,7 +269,7 @@ def test_write_clean_of_test_images_of_one_camera(folder, tmp_path, caplog, prot
         assert "camid" not in content[0]
         assert "no column camid, because all test images are from the camera gate" in caplog.text
     again = build_dataset(f"csv:{clean}")
-    assert not check_dataset(again, protocol=Protocol(rule=protocol)).has_errors
+    assert not check_dataset(again, protocol=protocol_of(protocol)).has_errors
 
 
 @pytest.mark.integration
@@ -500,7 +501,7 @@ def test_numbers_that_differ_from_the_published_ones_are_reported(tmp_path, monk
 
 @pytest.mark.parametrize(("rule", "found"), [("market1501", False), ("no_camera", True)])
 def test_other_protocol_is_a_note(rule, found, tmp_path, monkeypatch):
-    report = check_dataset(ltcc(tmp_path, monkeypatch), protocol=Protocol(rule=rule))
+    report = check_dataset(ltcc(tmp_path, monkeypatch), protocol=protocol_of(rule))
     findings = [finding for finding in report.findings if "protocol" in finding.fault]
     assert bool(findings) is found and not any(finding.is_error for finding in findings)
     assert not found or "cloth_changing" in findings[0].examples[0]
@@ -509,7 +510,7 @@ def test_other_protocol_is_a_note(rule, found, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("protocol", "column"),
     [
-        (Protocol(rule="cloth_changing"), None),
+        (protocol_of("cloth_changing"), None),
         (Protocol(group_by="species"), "'species'"),
         (Protocol.from_config(get_cfg().with_values({"TEST.PROTOCOL": "animals_open"})), "'species'"),
     ],
@@ -524,7 +525,7 @@ def test_column_that_the_evaluation_needs_is_reported(protocol, column, tmp_path
 def test_cameras_that_the_protocol_cannot_evaluate_are_reported(folder):
     dataset = build_dataset(f"csv:{folder / 'set.csv'}")
     for rule, found in (("market1501", False), ("sysu_all_single", True)):
-        report = check_dataset(dataset, protocol=Protocol(rule=rule))
+        report = check_dataset(dataset, protocol=protocol_of(rule))
         examples = [text for finding in report.findings if "stop a run" in finding.fault for text in finding.examples]
         assert bool(examples) is found and all("infrared cameras 3 and 6" in text for text in examples)
 
@@ -552,7 +553,7 @@ def test_clean_file_of_a_dataset_keeps_its_columns(tmp_path, monkeypatch):
 def test_identities_without_gallery_images_are_reported(tmp_path, monkeypatch):
     ltcc(tmp_path, monkeypatch)
     (tmp_path / "LTCC_ReID/query/005_1_c2_1.png").rename(tmp_path / "LTCC_ReID/query/006_1_c2_1.png")
-    report = check_dataset(build_dataset("LTCC"), protocol=Protocol(rule="market1501"))
+    report = check_dataset(build_dataset("LTCC"), protocol=protocol_of("market1501"))
     assert "queries without a gallery image of their identity" in [finding.fault for finding in report.findings]
 
 
