@@ -70,7 +70,7 @@ def compute_metrics(
 
     counters: list[RocCounter | ExampleCounter] = []
     roc = example_counter = limit = None
-    if protocol.false_accept_rates is not None or report_options:
+    if protocol.false_accept_rates is not None or (report_options and len(rule.draws) < 2):
         limit = comm.broadcast_scalar(distance_limit(blocks))
     if protocol.false_accept_rates is not None and limit is not None:
         counters.append(roc := RocCounter(ranked, limit=limit, junk=rule.junk))
