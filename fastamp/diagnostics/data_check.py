@@ -318,7 +318,7 @@ def _find_other_protocol(dataset: ImageDataset, protocol: Protocol) -> Iterable[
 def _find_test_problem(
     dataset: ImageDataset, splits: Mapping[str, Sequence[ImageItem]], protocol: Protocol
 ) -> Iterator[str]:
-    """Yield why the test set cannot be evaluated, apart from missing splits and matches."""
+    """Yield the problem that prevents an evaluation of the test set, except for missing splits and matches."""
     queries, gallery = (splits.get(split, ()) for split in ("query", "gallery"))
     if not queries or not (gallery or protocol.rule.all_images):
         return

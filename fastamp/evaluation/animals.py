@@ -78,7 +78,7 @@ class AnimalRule(RankingRule):
         return (self.database,) if self.database else ()
 
     def column_fix(self, column: str) -> str:
-        """Return what to change in the config if the column is missing."""
+        """Return the fix if the column is missing."""
         return "change TEST.ANIMALS.DATABASE (empty: the whole gallery)"
 
     @property
@@ -165,7 +165,7 @@ class AnimalsOpen(AnimalRule):
         return super().columns + ((self.validation,) if self.validation else ())
 
     def column_fix(self, column: str) -> str:
-        """Return what to change in the config if the column is missing."""
+        """Return the fix if the column is missing."""
         return "set TEST.ANIMALS.THRESHOLD to a similarity" if column == self.validation else super().column_fix(column)
 
     def _is_not_searched(self, matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:

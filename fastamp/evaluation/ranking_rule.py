@@ -91,7 +91,7 @@ class RankingRule:
         return self.text.format(**{field.name: getattr(self, field.name) for field in fields(self)})
 
     def column_fix(self, column: str) -> str:
-        """Return what to change in the config if one of ``columns`` is missing."""
+        """Return the fix if one of ``columns`` is missing: a change of the config."""
         return "change TEST.PROTOCOL"
 
     def check(self, identities: Identities) -> None:

@@ -1,4 +1,4 @@
-"""Whether a test set can be evaluated: checks of its labels and columns, which need no features."""
+"""Checks that a test set can be evaluated, by its labels and columns, without features."""
 
 from collections.abc import Iterable, Iterator
 
