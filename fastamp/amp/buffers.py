@@ -1,6 +1,7 @@
 """Snapshot of the buffers that forward passes modify, restored after a skipped step."""
 
 import itertools
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -10,16 +11,32 @@ from fastamp.amp.model_tensors import ModelTensors
 _LAYERS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
+@runtime_checkable
+class ForwardWriter(Protocol):
+    """Module whose forward passes write its buffers, if its attribute is True."""
+
+    written_in_forward: bool
+
+
+@runtime_checkable
+class WriteRecorder(Protocol):
+    """Module whose forward passes keep the values that they overwrite, while it records."""
+
+    def record_writes(self, on: bool) -> None:
+        """Start to record, or stop and discard the record."""
+
+    def undo_writes(self) -> None:
+        """Restore the recorded values."""
+
+
 class ForwardBuffers:
     """Snapshot of the buffers that forward passes modify.
 
-    These are the buffers of normalization layers and of modules with the class attribute
-    ``written_in_forward = True``, such as moving averages. A forward pass that overflows writes NaN into running means.
-    Skipping the step protects the parameters but not these buffers, and an evaluation would use the NaN values.
+    These are the buffers of normalization layers and of each ``ForwardWriter``, such as moving averages. A forward pass
+    that overflows writes NaN into running means. Skipping the step protects the parameters but not these buffers, and
+    an evaluation would use the NaN values.
 
-    Modules that write a small part of large buffers, such as memory banks, define ``record_writes(on: bool)`` and
-    ``undo_writes()`` instead. Between ``record_writes(True)`` and ``record_writes(False)``, their forward pass keeps
-    the values that it overwrites.
+    Modules that write a small part of large buffers, such as memory banks, are a ``WriteRecorder`` instead.
 
     Args:
         model: module that owns the buffers.
@@ -80,10 +97,10 @@ class ForwardBuffers:
             return False
         self._version = version
         modules = self._tensors.modules
-        self._recording = [m for m in modules if hasattr(m, "undo_writes")]
+        self._recording = [m for m in modules if isinstance(m, WriteRecorder)]
         layers = [m for m in modules if isinstance(m, _LAYERS) or "running_mean" in m._buffers]
         for module in modules:
-            if getattr(module, "written_in_forward", False):
+            if isinstance(module, ForwardWriter) and module.written_in_forward:
                 layers += module.modules()
         unique: dict[int, tuple[tuple[nn.Module, str], torch.Tensor]] = {}
         for layer in layers:

@@ -4,7 +4,7 @@ import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -233,9 +233,13 @@ def _reaches(loss: torch.Tensor, parameters: set[int]) -> bool:
     """Return True if the autograd graph of ``loss`` may contain a tensor whose ``id()`` is in ``parameters``."""
     if loss.grad_fn is None:
         return id(loss) in parameters
-    return any(
-        _may_use_parameters(node) or id(getattr(node, "variable", None)) in parameters for node in _nodes([loss])
-    )
+    return any(_may_use_parameters(node) or id(_leaf_of(node)) in parameters for node in _nodes([loss]))
+
+
+def _leaf_of(node: Any) -> torch.Tensor | None:
+    """Return the leaf tensor whose gradient a node accumulates; None for other nodes."""
+    leaf: torch.Tensor | None = getattr(node, "variable", None)
+    return leaf
 
 
 def _may_use_parameters(node: Any) -> bool:
@@ -269,7 +273,7 @@ def warn_of_foreign_leaves(losses: Mapping[str, torch.Tensor], model: nn.Module)
         model: model that returned the losses.
     """
     model_ids = {id(p) for p in model.parameters()}
-    leaves = [node.variable for node in _nodes(losses.values()) if hasattr(node, "variable")]
+    leaves = [leaf for node in _nodes(losses.values()) if (leaf := _leaf_of(node)) is not None]
     foreign = {id(leaf): leaf for leaf in leaves if id(leaf) not in model_ids}
     if not foreign:
         return
@@ -303,6 +307,17 @@ def _parameters_in_containers(model: nn.Module) -> Iterator[tuple[str, torch.Ten
                     yield name, item
 
 
+@runtime_checkable
+class PerRankModule(Protocol):
+    """Module all of whose parameters differ between ranks by design, if its attribute is True."""
+
+    sharded: bool
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, PerRankModule) and module.sharded
+
+
 def check_communication(parallel_model: nn.Module, *, scaled: bool) -> None:
     """Check that DDP does not all-reduce scaled gradients in float16.
 
@@ -313,10 +328,8 @@ def check_communication(parallel_model: nn.Module, *, scaled: bool) -> None:
     Raises:
         TrainingError: if ``fp16_compress_hook`` is registered and the loss is scaled.
     """
-    hooks = [hook for module in parallel_model.modules() for hook, _ in getattr(module, "_comm_hooks", ())]
-    for hook in hooks:
-        name = getattr(getattr(hook, "func", hook), "__qualname__", "")
-        if scaled and "fp16_compress" in name:
+    for hook in (hook for module in parallel_model.modules() for hook, _ in getattr(module, "_comm_hooks", ())):
+        if scaled and "fp16_compress" in repr(hook):
             raise TrainingError(
                 "fp16_compress_hook is registered on a DDP model, but the loss is scaled: scaled gradients overflow in "
                 "a float16 all-reduce, so most steps would be skipped.\n"
@@ -330,8 +343,8 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
     """Check that all ranks hold the same parameters and compute the same losses.
 
     Two parameters count as equal if their float64 sums are equal. Buffers, such as batch-norm statistics, may differ
-    between ranks. Parameters in ``row_shards`` of a module, and all parameters of a module with an attribute
-    ``sharded = True``, differ by design and are not compared.
+    between ranks. Parameters in ``row_shards`` of a module, and those of a
+    ``PerRankModule``, differ by design and are not compared.
 
     Args:
         model: model of this rank.
@@ -342,7 +355,7 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
     """
     if not comm.is_distributed():
         return
-    sharded = {id(p) for module in model.modules() if getattr(module, "sharded", False) for p in module.parameters()}
+    sharded = {id(p) for module in model.modules() if _is_sharded(module) for p in module.parameters()}
     shards = row_shards(model)
     named = {name: p for name, p in model.named_parameters() if id(p) not in sharded and name not in shards}
     sums = torch.stack([p.double().sum() for p in named.values()]).tolist() if named else []

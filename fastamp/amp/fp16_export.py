@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from fastamp.amp.fp32 import is_fp32_region
+
 
 def to_float16(module: nn.Module) -> None:
     """Convert a module for inference in float16, in place. The converted module cannot be trained.
@@ -19,7 +21,7 @@ def to_float16(module: nn.Module) -> None:
     Args:
         module: a float32 module in evaluation mode, e.g. a backbone.
     """
-    if getattr(module.forward, "is_fp32_region", False):
+    if is_fp32_region(module.forward):
         return  # a region casts its own inputs, and its output stays float32
     if _has_region(module) or _is_norm(module):
         module.register_forward_pre_hook(_inputs_in(torch.float32), with_kwargs=True)
@@ -37,9 +39,7 @@ def to_float16(module: nn.Module) -> None:
 
 def _has_region(module: nn.Module) -> bool:
     """Return True if at least one method of the module's class is decorated with ``force_fp32``."""
-    return any(
-        getattr(member, "is_fp32_region", False) for base in type(module).__mro__ for member in vars(base).values()
-    )
+    return any(is_fp32_region(member) for base in type(module).__mro__ for member in vars(base).values())
 
 
 def _is_norm(module: nn.Module) -> bool:

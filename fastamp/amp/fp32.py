@@ -5,10 +5,11 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
+from torch.utils._pytree import is_namedtuple_instance
 
 from fastamp.utils.errors import ConfigError, did_you_mean
 
@@ -37,8 +38,13 @@ def to_float32(value: Any) -> Any:
         items = [to_float32(item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return like(value, items)
     return value
+
+
+def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    """Return a list, tuple or named tuple of the class of ``value`` with other items."""
+    return type(value)(*items) if is_namedtuple_instance(value) else type(value)(items)
 
 
 def force_fp32(function: F) -> F:
@@ -62,12 +68,29 @@ def force_fp32(function: F) -> F:
     return in_float32  # type: ignore[return-value]
 
 
+def is_fp32_region(function: Any) -> bool:
+    """Return True for a function that ``force_fp32`` decorates."""
+    marked: bool = getattr(function, "is_fp32_region", False)  # other decorators copy the attribute
+    return marked
+
+
+@runtime_checkable
+class Float32Module(Protocol):
+    """Module that is a float32 region if its class attribute is True, see ``apply_force_fp32``."""
+
+    force_fp32: bool
+
+
+def _is_float32_module(module: nn.Module) -> bool:
+    return isinstance(module, Float32Module) and module.force_fp32
+
+
 def forced_modules(model: nn.Module) -> list[str]:
     """List the names of the modules that ``SOLVER.AMP.FORCE_FP32`` turned into float32 regions."""
     return [
         name
         for name, module in model.named_modules()
-        if vars(type(module)).get("__reduce__") is _reduce and not getattr(type(module), "force_fp32", False)
+        if vars(type(module)).get("__reduce__") is _reduce and not _is_float32_module(module)
     ]
 
 
@@ -109,7 +132,7 @@ def apply_force_fp32(model: nn.Module, patterns: list[str] | tuple[str, ...]) ->
         ConfigError: if a pattern matches no module.
     """
     named = dict(model.named_modules())
-    chosen = {name for name, module in named.items() if getattr(type(module), "force_fp32", False)}
+    chosen = {name for name, module in named.items() if _is_float32_module(module)}
     for pattern in patterns:
         matches = {
             name
@@ -128,6 +151,6 @@ def apply_force_fp32(model: nn.Module, patterns: list[str] | tuple[str, ...]) ->
         module = named[name]
         if "forward" in vars(module):  # forward was patched on the instance, which hides that of the class
             module.forward = force_fp32(module.forward)
-        elif not getattr(type(module).forward, "is_fp32_region", False):
+        elif not is_fp32_region(type(module).forward):
             module.__class__ = _fp32_class(type(module))
     return sorted(chosen)

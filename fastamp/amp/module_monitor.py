@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -225,8 +226,14 @@ def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(model.named_children()) or [(type(model).__name__, model)]
 
 
+@runtime_checkable
+class SparseModule(Protocol):
+    """Module whose gradients have few nonzero rows, if its attribute is True: those of the identities in a batch."""
+
+    sparse_gradients: bool
+
+
 def _dense_parameters(module: nn.Module) -> list[nn.Parameter]:
-    sparse = {
-        id(p) for layer in module.modules() if getattr(layer, "sparse_gradients", False) for p in layer.parameters()
-    }
+    layers = [layer for layer in module.modules() if isinstance(layer, SparseModule) and layer.sparse_gradients]
+    sparse = {id(p) for layer in layers for p in layer.parameters()}
     return [p for p in module.parameters() if id(p) not in sparse and (p.grad is None or not p.grad.is_sparse)]

@@ -132,7 +132,8 @@ def _download(online: TorchvisionWeights | Download) -> Any:
     Raises:
         WeightsError: if the download failed, or the file is damaged or not a weights file.
     """
-    name = getattr(online, "file_name", "") or PurePosixPath(urlparse(online.url).path).name
+    stated = online.file_name if isinstance(online, Download) else ""
+    name = stated or PurePosixPath(urlparse(online.url).path).name
     path = Path(torch.hub.get_dir()) / "checkpoints" / name
     # File names of torchvision end with a checksum; other sources do not guarantee this.
     checksum = re.search(r"-([0-9a-f]+)\.", name) if isinstance(online, TorchvisionWeights) else None

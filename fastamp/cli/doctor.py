@@ -51,15 +51,14 @@ def examine_machine(device: str) -> bool:
 
 def examine_model(args: argparse.Namespace) -> bool:
     """Print the precision check of the config's model; return True if the config needs no change."""
-    import torch
-
+    from fastamp.amp.policy import DTYPES
     from fastamp.diagnostics.doctor import diagnose
     from fastamp.diagnostics.doctor_report import FOLDER, write_amp_report
     from fastamp.engine import default_setup
 
     cfg = training_config(args, with_weights=True)
     default_setup(cfg, args)
-    dtypes = [getattr(torch, name) for name in args.dtypes]
+    dtypes = [DTYPES[name] for name in args.dtypes]
     diagnosis = diagnose(cfg, dtypes=dtypes, batch_size=args.batch, max_images=args.images)
     if not diagnosis.problem:
         weights = cfg.MODEL.WEIGHTS or "initial weights, whose ranking is not meaningful"

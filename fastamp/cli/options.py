@@ -19,7 +19,7 @@ class _JoinPlugins(argparse.Action):
     """Join the plugins of several flags to one text, see ``load_plugin``."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        given = getattr(namespace, self.dest)
+        given = vars(namespace)[self.dest]
         setattr(namespace, self.dest, f"{given}{os.pathsep}{values}" if given else values)
 
 

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 def _reject_package_options(args: argparse.Namespace) -> None:
     """Raise ConfigError if an option would change a folder that is already packaged."""
     names = ("to", "license", "license_name", "license_link", "metrics")
-    given = ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(args, name))
+    given = ", ".join(f"--{name.replace('_', '-')}" for name in names if vars(args)[name])
     if given:
         raise ConfigError(
             f"{args.checkpoint} is already packaged and is uploaded as it is, without {given}.\n"

@@ -161,7 +161,7 @@ def _conditions(args: argparse.Namespace) -> "Conditions":
     from fastamp.retrieval.gallery import Conditions
     from fastamp.retrieval.gallery_store import parse_time
 
-    times = {name: parse_time(text) for name in ("after", "before") if (text := getattr(args, name))}
+    times = {name: parse_time(text) for name in ("after", "before") if (text := vars(args)[name])}
     return Conditions(args.camera or (), args.identity or (), **times)
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.serving.run import serve
     from fastamp.serving.service import Service
 
-    limits = Limits(**{field.name: getattr(args, field.name) for field in fields(Limits)})
+    limits = Limits(**{field.name: vars(args)[field.name] for field in fields(Limits)})
     api_key = read_api_key(args.api_key_file, args.host, no_key=args.no_api_key)
     model = model_of(args, args.key_values)
     gallery = create_or_open(args.gallery, model.model_id) if args.gallery else None

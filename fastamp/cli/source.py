@@ -175,7 +175,7 @@ def training_config(
     """
     from fastamp.config import read_config
 
-    text, plugin = getattr(args, "config_source", ""), getattr(args, "plugin", "")
+    text, plugin = vars(args).get("config_source", ""), vars(args).get("plugin", "")
     if not text:
         return read_config(args.config_file, args.opts, plugin=plugin, define_keys=define_keys)
     check_one_config(text, args.config_file)
@@ -189,7 +189,7 @@ def training_config(
             cfg.MODEL.WEIGHTS = resolved.checkpoint
     else:
         cfg.merge_from_other_cfg(_machine_defaults() | {"MODEL.WEIGHTS": resolved.checkpoint})
-    if not getattr(args, "resume", False):
+    if not vars(args).get("resume", False):
         cfg.MODEL.HEADS.NUM_CLASSES = 0  # DATASETS.NAMES may differ from that of the stored config
     cfg.merge_from_list(args.opts)
     cfg.freeze()

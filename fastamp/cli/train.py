@@ -70,7 +70,7 @@ def setup(args: argparse.Namespace) -> "CfgNode":
     """Read the config and set up logging; return the frozen config."""
     from fastamp.engine import default_setup
 
-    text = getattr(args, "config_source", "")
+    text = vars(args).get("config_source", "")
     if args.eval_only and text:
         cfg, _ = evaluation_config(args.config_file, args.opts, plugin=args.plugin, source=text)
     else:

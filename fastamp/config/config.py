@@ -492,7 +492,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
             # A node of another config is copied; one created by CfgNode() stays the same object.
             is_detached = isinstance(node, CfgNode) and node._declares and not node._path
             self._attach(name, node if is_detached else CfgNode(node, new_allowed=node.is_new_allowed()))
-        elif name in self._keys or not getattr(node, "_declares", True):
+        elif name in self._keys or (isinstance(node, CfgNode) and not node._declares):
             _apply(self._edits(name, node, ASSIGNMENT))
         else:
             section = self[name]

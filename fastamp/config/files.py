@@ -81,9 +81,12 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
     try:
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        mark, words = None, []
+        if isinstance(error, yaml.MarkedYAMLError):
+            mark, words = error.problem_mark or error.context_mark, [error.context, error.problem]
+        elif isinstance(error, yaml.reader.ReaderError):
+            words = [error.reason]
         line = f", line {mark.line + 1}" if mark else ""
-        words = [getattr(error, name, None) for name in ("context", "problem", "reason")]
         problem = ", ".join(filter(None, words)) or str(error)
         raise ConfigError(
             f"{source}{line}: invalid YAML: {problem}.\n  fix: correct {line.removeprefix(', ') or 'the YAML'}"

@@ -115,9 +115,10 @@ def name_plugins(cfg: Any, files: Iterable[str]) -> tuple[str, ...]:
 
 def add_keys_of(plugin: ModuleType, cfg: Any) -> None:
     """Declare the config keys of a plugin: those in ``KEYS``, and those of its function ``add_config(cfg)``."""
-    if hasattr(plugin, "add_config"):
-        plugin.add_config(cfg)
-    keys = getattr(plugin, "KEYS", ())
+    names = vars(plugin)
+    if "add_config" in names:
+        names["add_config"](cfg)
+    keys = names.get("KEYS", ())
     # A plugin may use the name KEYS for other things, or declare its KEYS in add_config itself.
     if isinstance(keys, tuple | list) and all(isinstance(key, Key) for key in keys):
         known = {key.path for key, _ in cfg.keys_below()}

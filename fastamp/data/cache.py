@@ -21,7 +21,7 @@ from torch import Tensor
 from fastamp.data.datasets.base import ImageItem, data_root
 from fastamp.data.file_parts import file_of
 from fastamp.data.jpeg_warnings import decoding_pool, read_in_threads
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, system_cause
 from fastamp.utils.files import expand
 from fastamp.utils.progress import track
 
@@ -128,7 +128,7 @@ class ImageCache:
         except OSError as error:
             elsewhere = "DATALOADER.CACHE to disk" if self._where == "ram" else "DATALOADER.CACHE_DIR to another folder"
             raise DataError(
-                f"DATALOADER.CACHE: cannot write {self.path}: {error.strerror or error}; required: "
+                f"DATALOADER.CACHE: cannot write {self.path}: {system_cause(error)}; required: "
                 f"{count / 1e9:.2f} GB, free: {free / 1e9:.2f} GB.\n"
                 f"  fix: free space in {self.path.parent}, set {elsewhere}, or set DATALOADER.CACHE to none"
             ) from error
@@ -191,7 +191,7 @@ def _disk_folder(folder: str) -> Path:
             with tempfile.TemporaryFile(dir=candidate):
                 pass
         except OSError as error:
-            reason = f"{candidate.absolute()}: {error.strerror or error}"
+            reason = f"{candidate.absolute()}: {system_cause(error)}"
             logger.info("DATALOADER.CACHE: skipping a folder that is not writable: %s", reason)
             continue
         return candidate
@@ -219,7 +219,7 @@ def _build_lock(lock: Path, target: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise DataError(
-                f"DATALOADER.CACHE: cannot lock files in {lock.parent}: {error.strerror or error}.\n"
+                f"DATALOADER.CACHE: cannot lock files in {lock.parent}: {system_cause(error)}.\n"
                 "  fix: set DATALOADER.CACHE_DIR to a folder on a local disk"
             ) from error
         yield

@@ -23,7 +23,7 @@ from torch import Tensor
 from fastamp.data.boxes import Box, clip_box
 from fastamp.data.file_parts import read_bytes
 from fastamp.data.jpeg_warnings import named_warnings
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, system_cause
 
 
 def _load_torchvision_decoder() -> Callable[[Tensor, int, bool], Tensor] | None:
@@ -141,7 +141,7 @@ def _read_full_image(
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise  # not caused by the image, which must not be skipped
-        raise DataError(f"cannot read the image {path}: {error.strerror or error}") from error
+        raise DataError(f"cannot read the image {path}: {system_cause(error)}") from error
     except ValueError as error:  # invalid file name
         raise DataError(f"cannot read the image {path!r}: {error}") from error
     return _decode_full_image(content, path, channels, max_pixels, least_side, bit_depth)
@@ -403,7 +403,7 @@ def _pil_errors(path: str) -> Iterator[None]:
         ) from error
     # PIL's plugins raise many exception types on corrupt files (OSError, SyntaxError, struct.error, ...).
     except Exception as error:
-        raise DataError(f"cannot read the image {path}: {cause_of(error)}") from error
+        raise DataError(f"cannot read the image {path}: {system_cause(error)}") from error
 
 
 def cause_of(error: Exception) -> str:

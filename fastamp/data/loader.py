@@ -23,7 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, SampleKey
 from fastamp.utils.env import available_cores
-from fastamp.utils.errors import DataError, UserError
+from fastamp.utils.errors import DataError, UserError, system_cause
 from fastamp.utils.plural import plural
 from fastamp.utils.signals import set_handler
 
@@ -293,8 +293,7 @@ def explain_exhausted_resources() -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        number = getattr(error, "errno", None)
-        reason = getattr(error, "strerror", None) or str(error).strip()
+        number, reason = error.errno if isinstance(error, OSError) else None, system_cause(error)
         if reason.startswith("Caught "):  # raised in the worker; its traceback follows
             reason = reason.splitlines()[-1]
         workers = "use fewer workers (DATALOADER.NUM_WORKERS, TEST.NUM_WORKERS; 0 loads in the main process)"

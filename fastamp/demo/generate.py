@@ -21,7 +21,7 @@ from fastamp.demo.picture import compose, draw_picture
 from fastamp.demo.wardrobe import Appearance, draw_appearance, draw_lookalike, draw_people
 from fastamp.utils import comm
 from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, system_cause
 
 logger = logging.getLogger(__name__)
 
@@ -332,7 +332,7 @@ def ensure_dataset(
                 generate(folder)
             except OSError as error:
                 raise DataError(
-                    f"cannot write the {title} to {folder.absolute()}: {error.strerror or error}\n"
+                    f"cannot write the {title} to {folder.absolute()}: {system_cause(error)}\n"
                     "  fix: set FASTAMP_DATASETS to a writable folder"
                 ) from error
 

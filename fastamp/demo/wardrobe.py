@@ -234,7 +234,7 @@ def _visibly_different(first: Appearance, second: Appearance) -> bool:
     names = ["pattern", "bag", "lower", "hair", "lower_color"]
     if first.pattern != "plain" and second.pattern != "plain":
         names.append("accent")
-    return sum(getattr(first, name) != getattr(second, name) for name in names) >= 2
+    return sum(vars(first)[name] != vars(second)[name] for name in names) >= 2
 
 
 def _with_changed(rng: np.random.Generator, person: Appearance, names: list[str]) -> Appearance:
@@ -242,10 +242,10 @@ def _with_changed(rng: np.random.Generator, person: Appearance, names: list[str]
     changes = {}
     for name in names:
         while True:
-            value = getattr(draw_appearance(rng), name)
+            value = vars(draw_appearance(rng))[name]
             if name == "accent":
                 value = _contrasting(rng, person.upper)
-            if value != getattr(person, name):
+            if value != vars(person)[name]:
                 break
         changes[name] = value
     return replace(person, **changes)

@@ -108,11 +108,10 @@ class ErrorContext:
 def _channels_hint(module: nn.Module, args: Any) -> str:
     """Explain a wrong number of input channels of a convolution; empty for other errors."""
     image = args[0] if args and isinstance(args[0], torch.Tensor) else None
-    expected = getattr(module, "in_channels", None)
-    if image is None or expected is None or image.dim() != 4 or image.shape[1] == expected:
+    if image is None or not isinstance(module, nn.Conv2d) or image.dim() != 4 or image.shape[1] == module.in_channels:
         return ""
     return (
-        f"  cause: channel mismatch: expected {expected} channels, got {image.shape[1]}.\n"
+        f"  cause: channel mismatch: expected {module.in_channels} channels, got {image.shape[1]}.\n"
         "  fix:   set INPUT.CHANNELS to the number of channels of the model's first convolution, or change the model\n"
     )
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -148,7 +148,7 @@ class _LayerCheck:
     def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._inside:
             generators = [restore for value in vars(layer).values() if (restore := restore_generator(value))]
-            saved = args if _rounds_once(layer) and not getattr(layer, "inplace", False) else cloned(args)
+            saved = args if _rounds_once(layer) and not _overwrites(layer) else cloned(args)
             self._calls.append((saved, random_state(), generators))
 
     def _leave(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -181,7 +181,7 @@ class _LayerCheck:
 
     def _arguments(self, layer: nn.Module, args: Any) -> Any:
         """Return arguments for another call of ``layer``; they are copied if the layer may overwrite them."""
-        return cloned(args) if getattr(layer, "inplace", False) or not _rounds_once(layer) else args
+        return cloned(args) if _overwrites(layer) or not _rounds_once(layer) else args
 
     def _error(self, layer: nn.Module, args: Any, kwargs: Any, output: Any, limit: float) -> float:
         """Compute the error relative to float32; the smallest one, if autocast may round in several ways.
@@ -227,6 +227,17 @@ def _same(first: Any, second: Any) -> bool:
     return all(
         a.shape == b.shape and (torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num())) for a, b in pairs
     )
+
+
+@runtime_checkable
+class InPlaceLayer(Protocol):
+    """Layer that overwrites its input, if its attribute is True."""
+
+    inplace: bool
+
+
+def _overwrites(layer: nn.Module) -> bool:
+    return isinstance(layer, InPlaceLayer) and layer.inplace
 
 
 def _rounds_once(layer: nn.Module) -> bool:

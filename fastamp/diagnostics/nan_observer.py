@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.amp.fp32 import forced_modules
+from fastamp.amp.fp32 import forced_modules, like
 from fastamp.amp.policy import dtype_name
 from fastamp.diagnostics.nan_location import NonFiniteLocation
 from fastamp.diagnostics.tensors import magnitude, tensors_in
@@ -170,5 +170,5 @@ def _mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any
         return function(value) if value.requires_grad and value.is_floating_point() else value
     if isinstance(value, tuple):
         items = [_mapped(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return like(value, items)
     return value

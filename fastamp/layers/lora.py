@@ -17,15 +17,17 @@ class Adapted(nn.Module):
     """Base class of modules with a low-rank update of a parameter; see ``add_adapter``.
 
     Attributes:
-        adapted_parameter: name of the parameter.
         lora_A, lora_B: factors of the update; missing after ``merge_adapters``.
         lora_scale: factor of the update.
     """
 
-    adapted_parameter: str
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     lora_scale: float
+
+    def adapted(self) -> torch.Tensor:
+        """Return the parameter with its update."""
+        raise NotImplementedError
 
 
 def add_adapter(module: nn.Module, name: str, *, rank: int, alpha: float) -> None:
@@ -58,11 +60,11 @@ def _adapted_class(module_class: type[nn.Module], name: str) -> type[nn.Module]:
         weight = self._parameters.get(name, self._buffers.get(name))  # a buffer in a momentum encoder
         if weight is None:
             raise AttributeError(name)
-        if not hasattr(self, "lora_A"):  # merged
+        if "lora_A" not in self._parameters:  # merged
             return weight
         return weight + _update(self.lora_A, self.lora_B, self.lora_scale)
 
-    members = {name: property(adapted), "adapted_parameter": name, "__module__": module_class.__module__}
+    members = {name: property(adapted), "adapted": adapted, "__module__": module_class.__module__}
     return type(module_class.__name__, (module_class, Adapted), members)
 
 
@@ -75,7 +77,7 @@ def _update(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
 def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
     """Iterate over the names and the modules of a model with adapters."""
     for name, module in model.named_modules():
-        if isinstance(module, Adapted) and hasattr(module, "lora_A"):
+        if isinstance(module, Adapted) and "lora_A" in module._parameters:
             yield name, module
 
 
@@ -88,8 +90,8 @@ def is_adapter(name: str) -> bool:
 def merge_adapters(model: nn.Module) -> None:
     """Add the low-rank updates to the parameters and remove the adapters, in place; the function is the same."""
     for _, module in list(adapted_modules(model)):
-        merged = getattr(module, module.adapted_parameter)
+        merged = module.adapted()
         del module.lora_A, module.lora_B
-        getattr(module, module.adapted_parameter).copy_(merged)
-        if "adapted_parameter" in vars(type(module)):  # not below another generated class
+        module.adapted().copy_(merged)
+        if "adapted" in vars(type(module)):  # not below another generated class
             module.__class__ = type(module).__bases__[0]

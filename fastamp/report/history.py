@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, system_cause
 
 
 @dataclass
@@ -37,7 +37,7 @@ def read_history(path: Path) -> History:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise DataError(
-            f"cannot read the training metrics {path}: {error.strerror or error}.\n"
+            f"cannot read the training metrics {path}: {system_cause(error)}.\n"
             "  fix: choose the folder of a run that has trained, which contains metrics.json"
         ) from error
     rows = sorted((row for row in map(_row, lines) if row is not None), key=lambda row: row["iteration"])

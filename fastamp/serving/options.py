@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, system_cause
 
 KEY_VARIABLE = "FASTAMP_API_KEY"
 _SHORTEST_KEY = 16
@@ -42,7 +42,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for limit in fields(self):
-            value = getattr(self, limit.name)
+            value = vars(self)[limit.name]
             lowest = 0 if limit.name == "wait_ms" else 1
             if not lowest <= value < float("inf"):
                 raise ConfigError(
@@ -74,7 +74,7 @@ def read_api_key(file: str | None, host: str, *, no_key: bool = False) -> str:
         try:
             key = Path(file).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            cause = getattr(error, "strerror", None) or "it is not text"
+            cause = system_cause(error, "it is not text")
             raise ConfigError(
                 f"cannot read the API key from {file}: {cause}.\n  fix: correct --api-key-file"
             ) from error

@@ -13,7 +13,7 @@ import uvicorn
 from fastamp.serving.app import create_app
 from fastamp.serving.connections import Connection, Server, allowed_connections
 from fastamp.serving.service import Service
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, system_cause
 from fastamp.utils.signals import handling
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,6 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen at {host}, port {port}: {getattr(error, 'strerror', None) or error}.\n"
+            f"cannot listen at {host}, port {port}: {system_cause(error)}.\n"
             "  fix: choose another --host or --port; port 0 chooses a free one"
         ) from error

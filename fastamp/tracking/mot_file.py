@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fastamp.data.boxes import are_normalized, normalized_error
 from fastamp.data.datasets.csv_table import find_delimiter
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, system_cause
 from fastamp.utils.files import check_not_device, expand, write_atomically
 
 _COLUMNS = ("frame", "id", "left", "top", "width", "height", "confidence")
@@ -79,7 +79,7 @@ def read_boxes(path: str | os.PathLike[str]) -> Boxes:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not a text file'}.\n"
+            f"{path} cannot be read: {system_cause(error, 'it is not a text file')}.\n"
             "  fix: pass a text file with lines frame,id,left,top,width,height,confidence"
         ) from error
     rows: list[tuple[float, ...]] = []

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -311,6 +311,14 @@ def data_parallel(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
+@runtime_checkable
+class RankConstants(Protocol):
+    """Module with buffers that are equal on all ranks without a broadcast, such as constants."""
+
+    def equal_on_all_ranks(self) -> tuple[str, ...]:
+        """Return their names."""
+
+
 def _equal_buffers(model: nn.Module) -> set[str]:
     """Return the names of the buffers that have equal values on all ranks without a broadcast."""
     names = set()
@@ -320,7 +328,7 @@ def _equal_buffers(model: nn.Module) -> set[str]:
             names |= {prefix + name for name, _ in module.named_buffers(recurse=False)}
         elif isinstance(module, nn.modules.batchnorm._BatchNorm):
             names.add(f"{prefix}num_batches_tracked")
-        if hasattr(module, "equal_on_all_ranks"):
+        if isinstance(module, RankConstants):
             names |= {prefix + name for name in module.equal_on_all_ranks()}
     return names
 

@@ -60,7 +60,7 @@ def resume_command() -> str:
     script, *arguments = sys.argv
     path, command = Path(script), []
     is_console_script = path.name in ("fastamp", "fastamp.exe")
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    spec = sys.modules["__main__"].__spec__
     if is_console_script or path.parts[-2:] == ("fastamp", "__main__.py"):
         program, command = ["-m", "fastamp"], [arguments.pop(0)]  # `--resume` follows the subcommand
     elif spec is not None:  # python -m package.module

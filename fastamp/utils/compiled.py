@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,17 +12,17 @@ from torch import nn
 from fastamp.utils.errors import ConfigError
 
 
-def compile_parts(model: nn.Module, backend: str) -> None:
-    """Compile the submodules listed in ``model.trunks``. Compilation runs in their first forward pass.
+def compile_parts(model: nn.Module, names: Sequence[str], backend: str) -> None:
+    """Compile submodules of a model. Compilation runs in their first forward pass.
 
     Args:
         model: the model; its class and the names of its tensors do not change.
+        names: names of the submodules, ``model.trunks``.
         backend: backend of torch.compile.
 
     Raises:
-        ConfigError: if the model has no attribute ``trunks``, or the backend needs a C++ compiler and none was found.
+        ConfigError: if there are no names, or the backend needs a C++ compiler and none was found.
     """
-    names = getattr(model, "trunks", ())
     if not names:
         raise ConfigError(
             f"MODEL.COMPILE is {backend}, but {type(model).__name__} has no attribute trunks that lists the submodules "

@@ -59,9 +59,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.errno in _DISK_ERRORS:
             free = f" ({shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free / 2**20:.0f} MiB free)"
             fix = "free space on this disk, or choose a folder on another one"
-        raise WriteError(
-            f"{os.fspath(path)} cannot be written: {error.strerror or error}{free}\n  fix: {fix}"
-        ) from error
+        raise WriteError(f"{os.fspath(path)} cannot be written: {system_cause(error)}{free}\n  fix: {fix}") from error
 
 
 @contextmanager
@@ -99,6 +97,12 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     by_lower = {str(choice).lower(): str(choice) for choice in choices}
     matches = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.5)
     return f" Did you mean {by_lower[matches[0]]!r}?" if matches else ""
+
+
+def system_cause(error: Exception, otherwise: str = "") -> str:
+    """Return the reason that the system states for an error, else ``otherwise``, or the error's message if it is ""."""
+    stated = error.strerror if isinstance(error, OSError) else None
+    return stated or otherwise or str(error).strip()
 
 
 def summarize_error(error: Exception) -> str:

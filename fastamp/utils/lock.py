@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from fastamp.utils.errors import ConfigError, writing
+from fastamp.utils.errors import ConfigError, system_cause, writing
 from fastamp.utils.terminal_text import sanitize_terminal_text
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
                 "%s %s cannot be locked (%s).\n  fix: make sure that no other process writes to this folder",
                 key,
                 os.fspath(folder),
-                error.strerror or error,
+                system_cause(error),
             )
             return
         if locked and os.fstat(file.fileno()).st_nlink:

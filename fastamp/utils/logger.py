@@ -201,7 +201,8 @@ def setup_logger(output_dir: str | Path | None = None, *, rank: int = 0) -> logg
         if isinstance(handler, (ConsoleHandler, _LogFile)):
             logger.removeHandler(handler)
             handler.close()
-    if rank == 0 and not any(getattr(other, "stream", None) in (sys.stdout, sys.stderr) for other in logger.handlers):
+    streams = [handler.stream for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]
+    if rank == 0 and sys.stdout not in streams and sys.stderr not in streams:
         console = ConsoleHandler(sys.stdout)
         console.setFormatter(_Formatter(_FORMAT, datefmt="%H:%M:%S"))
         logger.addHandler(console)

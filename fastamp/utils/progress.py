@@ -104,7 +104,7 @@ class ConsoleHandler(logging.StreamHandler):
     """
 
     def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
-        return False if getattr(record, "file_only", False) else super().filter(record)
+        return False if vars(record).get("file_only", False) else super().filter(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         with _Bar.external_write_mode(self.stream):

@@ -1,7 +1,8 @@
 """Declaration of parameters whose rows are divided among the ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -11,9 +12,8 @@ from torch import nn
 class RowShard:
     """Rows of a parameter that this rank holds: ``start`` and the following ones, out of ``total`` on all ranks.
 
-    A module declares such parameters in its attribute ``row_shards``, a dict of parameter name -> RowShard, e.g.
-    ``{"weight": RowShard(10, 30)}``. Every rank declares the same names. Checks that compare ranks, DDP and the initial
-    broadcast then skip these parameters, gradient norms are computed over all ranks, and checkpoints contain all rows.
+    A ``ShardedModule`` declares such parameters. Checks that compare ranks, DDP and the initial broadcast then skip
+    them, gradient norms are computed over all ranks, and checkpoints contain all rows.
 
     Attributes:
         start: index of the first row of this rank.
@@ -22,6 +22,16 @@ class RowShard:
 
     start: int
     total: int
+
+
+@runtime_checkable
+class ShardedModule(Protocol):
+    """Module with parameters whose rows are divided: name -> rows, e.g. ``{"weight": RowShard(10, 30)}``.
+
+    Every rank declares the same names.
+    """
+
+    row_shards: Mapping[str, RowShard]
 
 
 def divide_rows(total: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -35,7 +45,8 @@ def row_shards(model: nn.Module) -> dict[str, RowShard]:
     return {
         f"{path}.{name}" if path else name: shard
         for path, module in model.named_modules()
-        for name, shard in getattr(module, "row_shards", {}).items()
+        if isinstance(module, ShardedModule)
+        for name, shard in module.row_shards.items()
     }
 
 

@@ -12,7 +12,7 @@ from fastamp.data.datasets.cuhk03_files import classic_splits, new_split, write_
 from fastamp.data.datasets.file_utils import check_tree
 from fastamp.utils import comm
 from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
-from fastamp.utils.errors import ConfigError, DataError, WriteError, summarize_error
+from fastamp.utils.errors import ConfigError, DataError, WriteError, summarize_error, system_cause
 from fastamp.utils.files import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class CUHK03(ImageDataset):
             finally:
                 shutil.rmtree(build, ignore_errors=True)
         except (OSError, WriteError) as error:
-            cause = getattr(error, "strerror", None) or summarize_error(error)
+            cause = system_cause(error, summarize_error(error))
             raise DataError(
                 f"CUHK03: cannot write to {self.dataset_dir.absolute()}: {cause}\n"
                 "  fix: set FASTAMP_DATASETS to a writable folder"

@@ -80,7 +80,7 @@ def build_model(cfg: CfgNode) -> nn.Module:
     if isinstance(model, ImageModel):
         model.set_label_range(cfg.MODEL.HEADS.NUM_CLASSES, cfg.DATASETS.NAMES)
     if cfg.MODEL.COMPILE != "off":
-        compile_parts(model, cfg.MODEL.COMPILE)
+        compile_parts(model, model.trunks, cfg.MODEL.COMPILE)
     return model
 
 

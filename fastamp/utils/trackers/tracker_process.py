@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fastamp.utils.errors import system_cause
 from fastamp.utils.trackers.base import FOLDER, TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def start_tracker(tracker: type[Tracker], cfg: Any) -> "TrackerProcess | None":
             "%s: cannot start its process (%s); the run is not tracked by it.\n"
             "  fix: make sure that %s is a writable folder, or remove %s from LOGGERS",
             tracker.name,
-            error.strerror or error,
+            system_cause(error),
             state.parent,
             tracker.name,
         )

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fastamp.data.file_parts import read_bytes
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, system_cause
 
 _MAGIC = 0xCED7230A
 # A record is the magic number, a word with the kind and the length of its content, and the content, filled up to a
@@ -122,9 +122,7 @@ def _open(path: Path) -> io.BufferedReader:
     try:
         return path.open("rb")
     except OSError as error:
-        raise DataError(
-            f"cannot read {path.absolute()}: {error.strerror or error}.\n  fix: correct the path"
-        ) from error
+        raise DataError(f"cannot read {path.absolute()}: {system_cause(error)}.\n  fix: correct the path") from error
 
 
 def _damaged(path: Path, number: int, problem: str) -> DataError:

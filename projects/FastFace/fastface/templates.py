@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, system_cause
 
 _BLOCK = 2**18  # pairs whose features are multiplied at once
 
@@ -31,9 +31,7 @@ def read_table(path: Path, columns: tuple[str, ...]) -> list[np.ndarray]:
             raise ValueError(f"got {' '.join(map(str, table[0]))!r}" if table.size else "the file is empty")
         return [table[:, 0], *table[:, 1:].astype(np.int64).T]
     except OSError as error:
-        raise DataError(
-            f"cannot read {path.absolute()}: {error.strerror or error}.\n  fix: correct the path"
-        ) from error
+        raise DataError(f"cannot read {path.absolute()}: {system_cause(error)}.\n  fix: correct the path") from error
     except (ValueError, OverflowError) as error:
         raise DataError(
             f"{path.absolute()}: expected rows of {', '.join(columns)}: {error}.\n"

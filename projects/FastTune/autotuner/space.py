@@ -20,7 +20,7 @@ from fastamp.config import CfgNode
 from fastamp.config.files import parse_yaml
 from fastamp.config.key import Key, convert, plain
 from fastamp.config.releases import current_path
-from fastamp.utils.errors import ConfigError, did_you_mean
+from fastamp.utils.errors import ConfigError, did_you_mean, system_cause
 
 IDENTITIES, IMAGES, BATCH = "IDENTITIES", "DATALOADER.NUM_INSTANCE", "SOLVER.IMS_PER_BATCH"
 # Names that FastReID uses.
@@ -262,8 +262,7 @@ def read_space(path: str | Path, cfg: CfgNode) -> Space:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--space: cannot read {path}: {getattr(error, 'strerror', None) or error}.\n"
-            "  fix: give the path of a readable UTF-8 file"
+            f"--space: cannot read {path}: {system_cause(error)}.\n  fix: give the path of a readable UTF-8 file"
         ) from error
     content = parse_yaml(text, str(path))
     if not content:
