@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastamp.config import fixed_input_size
+from fastamp.config import CfgNode, fixed_input_size
 from fastamp.data import build_reid_test_loader
 from fastamp.data.subset import identity_subset, subsample_identities
 from fastamp.evaluation import ReidEvaluator
@@ -70,7 +70,7 @@ def compare_on_random_images(
         raw: if True, ``actual`` takes a list of images before resizing, here of each size in ``_sizes``. Default False.
     """
     cfg, generator = predictor.cfg, torch.Generator().manual_seed(0)
-    size = fixed_input_size(cfg, is_train=False, needed_by="an exported model")
+    size = exported_size(cfg)
     comparisons = []
     shapes = zip(_RAW_BATCHES, _sizes(size), strict=True) if raw else ((count, size) for count in BATCH_SIZES)
     for count, (height, width) in shapes:
@@ -86,6 +86,11 @@ def compare_on_random_images(
         rows = expected(batch | {"images": resized}), actual(batch | {"images": list(images) if raw else images})
         comparisons.append(compare(title, *rows))
     return comparisons
+
+
+def exported_size(cfg: CfgNode) -> tuple[int, int]:
+    """Return the height and width of the images of an exported model; raise ConfigError if they are not fixed."""
+    return fixed_input_size(cfg, is_train=False, needed_by="an exported model")
 
 
 def _sizes(size: tuple[int, int]) -> list[tuple[int, int]]:

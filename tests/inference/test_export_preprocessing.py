@@ -12,6 +12,7 @@ from fastamp.data.decode import read_image
 from fastamp.data.transforms import Resize
 from fastamp.inference.export import FORMATS, export
 from fastamp.inference.export.metadata import export_metadata
+from fastamp.inference.export.options import ExportOptions
 from fastamp.inference.export.preprocessing import Preprocessing
 from fastamp.inference.package import License, package
 from fastamp.inference.parity import RankedImages
@@ -129,10 +130,8 @@ def test_parity_check_reads_the_original_images_of_the_test_set(demo, checkpoint
 
 def test_license_in_the_metadata_is_that_of_the_model_card(run_folder, checkpoint, tmp_path):
     folder = package(run_folder, tmp_path / "model", license=License(name="cc-by-4.0")).folder
-    options = {"precision": "float32", "normalization": True, "l2": False, "preprocess": "outside"}
-    options |= {"color_order": "rgb", "license": None}
     for source, expected in ((folder, "cc-by-4.0"), (checkpoint, "unknown")):
-        assert export_metadata(fastamp.Predictor(source, device="cpu"), **options)["license"] == expected
+        assert export_metadata(fastamp.Predictor(source, device="cpu"), ExportOptions())["license"] == expected
 
 
 def test_conflicting_options_are_rejected(predictor, checkpoint, tmp_path, input_error):

@@ -36,20 +36,6 @@ class CalibrationImages:
     batches: list[dict[str, Any]]
 
 
-def check_calibration_images(count: int, precision: str) -> None:
-    """Raise ConfigError if calibration images are not used, or their number is less than 1."""
-    if precision != "int8":
-        raise ConfigError(
-            f"--calibration-images {count} has no effect on --precision {precision}: only int8 is calibrated.\n"
-            "  fix: omit --calibration-images, or use --precision int8"
-        )
-    if count < 1:
-        raise ConfigError(
-            f"--calibration-images must be at least 1; got {count}.\n"
-            f"  fix: omit --calibration-images for the default {CALIBRATION_IMAGES}"
-        )
-
-
 def load_calibration_images(predictor: Predictor, count: int) -> CalibrationImages:
     """Load a deterministic sample of the training images, spread over the identities, preprocessed as in evaluation.
 

@@ -25,8 +25,6 @@ MIN_COSINE = {"float32": 0.9999, "fp16": 0.99, "int8": 0.9}
 
 For int8, of the mean over the test images: single images differ more, and random pixels exceed calibrated ranges.
 """
-TOLERANCE = {"float32": 0.1, "fp16": 0.1, "int8": 0.5}
-"""Default of the maximum decrease of mAP, in percentage points."""
 
 
 @dataclass
@@ -141,12 +139,9 @@ def exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) 
     return features_of_sizes if metadata["preprocess"] == "inside" else features
 
 
-def compare_exported(
-    report: ExportReport, predictor: Predictor, actual: Features, images: RankedImages | None, l2: bool
-) -> None:
+def compare_exported(report: ExportReport, predictor: Predictor, actual: Features, images: RankedImages | None) -> None:
     """Add comparisons to ``report``; skip the test set if the features of random images already differ too much."""
-    policy = predictor.policy.in_float32()
-
+    policy, l2 = predictor.policy.in_float32(), report.metadata["l2"]
     ignored = {predictor.modality_column} if predictor.cfg.MODEL.BACKBONE.MODALITY else set()
 
     def unscaled(batch: Batch) -> Tensor:

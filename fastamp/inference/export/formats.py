@@ -32,12 +32,12 @@ class Format:
     Attributes:
         title: name of the format.
         packages: packages that the format requires.
-        content: function (source, metadata, opset or None) -> dict of suffix -> content of a file; weights or metadata
+        content: function (source, metadata) -> dict of suffix -> content of a file; weights or metadata
             may have a file of their own.
         runner: function (these contents) -> function that runs the exported model.
         extra: extra of fastamp that installs the packages.
         lowest_torch: lowest version of PyTorch.
-        quantize: function (source, calibration inputs, opset or None) -> int8 model, which ``content`` takes, and names
+        quantize: function (source, calibration inputs) -> int8 model, which ``content`` takes, and names
             of the layers that stay in float32. Default: None, int8 is not supported.
         check_environment: function that raises ConfigError if the format requires something else that is missing.
         computes_float16: False if fp16 is a precision of the weights only, which ``content`` converts.
@@ -46,17 +46,27 @@ class Format:
 
     title: str
     packages: tuple[str, ...]
-    content: Callable[[Source, dict[str, Any], int | None], dict[str, bytes]]
+    content: Callable[[Source, dict[str, Any]], dict[str, bytes]]
     runner: Callable[[dict[str, bytes]], Run]
     extra: str = "export"
     lowest_torch: tuple[int, ...] = ()
-    quantize: Callable[[Source, Sequence[dict[str, Tensor]], int | None], tuple[Any, list[str]]] | None = None
+    quantize: Callable[[Source, Sequence[dict[str, Tensor]]], tuple[Any, list[str]]] | None = None
     check_environment: Callable[[], None] | None = None
     computes_float16: bool = True
     any_size: bool = True
 
-    def check(self, opset: int | None, precision: str) -> None:
-        """Raise ConfigError if a package is missing or too old, or the opset or the precision is not supported."""
+    def check(self, opset: int | None, precision: str, *, inside: bool) -> None:
+        """Raise ConfigError if a package is missing or too old, or an option is not supported.
+
+        Args:
+            opset, precision: see ``ExportOptions``.
+            inside: whether the preprocessing is inside.
+        """
+        if inside and not self.any_size:
+            raise ConfigError(
+                f"--preprocess inside is not supported for {self.title} files, because their inputs have a fixed "
+                "size.\n  fix: omit --preprocess, or export another format"
+            )
         if precision == "int8" and self.quantize is None:
             raise ConfigError(
                 f"--precision int8 is not supported for {self.title} files, only for ONNX, OpenVINO and TFLite files.\n"

@@ -6,29 +6,20 @@ from torch import Tensor
 
 import fastamp
 from fastamp.checkpoint.safetensors_file import WEIGHTS_NAME
-from fastamp.config import fixed_input_size
 from fastamp.evaluation.calibration import Calibration
-from fastamp.inference.package import CARD_NAME, License, check_packaged
+from fastamp.inference.export.options import ExportOptions
+from fastamp.inference.package import CARD_NAME, check_packaged
+from fastamp.inference.parity import exported_size
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.files import file_sha256
 
-NEEDED_BY = "an exported model"
 UNKNOWN_LICENSE = {"license": "unknown"}
 
 _COLOR_ORDERS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-def export_metadata(
-    predictor: Predictor,
-    *,
-    precision: str,
-    normalization: bool,
-    l2: bool,
-    preprocess: str,
-    color_order: str,
-    license: License | None,
-) -> dict[str, Any]:
-    """Build the metadata to store in an exported file; for the arguments see ``export``."""
+def export_metadata(predictor: Predictor, options: ExportOptions) -> dict[str, Any]:
+    """Build the metadata to store in an exported file."""
     cfg = predictor.cfg
     model: Any = predictor.model
     resize = predictor.transforms.resize
@@ -36,7 +27,7 @@ def export_metadata(
     if modalities and cfg.MODEL.BACKBONE.MODALITY:
         modalities["modalities"] = [cfg.MODEL.BACKBONE.MODALITY]
     calibration = {} if predictor.calibration is None else {"calibration": _calibration_values(predictor.calibration)}
-    colors = "BGR" if color_order == "bgr" else _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, "")
+    colors = "BGR" if options.color_order == "bgr" else _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, "")
     return (
         calibration
         | modalities
@@ -44,9 +35,9 @@ def export_metadata(
             "fastamp_version": fastamp.__version__,
             "config_hash": predictor.config_hash,
             "model_hash": file_sha256(predictor.checkpoint),
-            **(license.metadata() if license is not None else _license_of(predictor)),
-            "preprocess": preprocess,
-            "input_size": list(fixed_input_size(cfg, is_train=False, needed_by=NEEDED_BY)),
+            **(options.license.metadata() if options.license is not None else _license_of(predictor)),
+            "preprocess": options.preprocess,
+            "input_size": list(exported_size(cfg)),
             "resize": list(resize.size),
             "aspect": "stretched" if len(resize.size) == 2 else "kept",
             "interpolation": resize.interpolation,
@@ -55,14 +46,14 @@ def export_metadata(
             "channels": cfg.INPUT.CHANNELS,
             "bit_depth": cfg.INPUT.BIT_DEPTH,
             "color_order": colors,
-            "normalization": "inside" if normalization else "outside",
+            "normalization": "inside" if options.normalization else "outside",
             "pixel_mean": model.pixel_mean.flatten().tolist(),
             "pixel_std": model.pixel_std.flatten().tolist(),
-            "l2": l2,
+            "l2": options.l2,
             "flip": cfg.TEST.FLIP.ENABLED,
             "metric": cfg.TEST.METRIC,
             "protocol": cfg.TEST.PROTOCOL,
-            "precision": precision,
+            "precision": options.precision,
         }
     )
 

@@ -13,7 +13,7 @@ from fastamp.inference.sessions import Run, open_onnx
 _PROTOBUF_LIMIT = 2**31
 
 
-def onnx_model(source: Source, opset: int | None) -> Any:
+def onnx_model(source: Source) -> Any:
     """Convert a traced module to an ONNX model, whose nodes have the names of PyTorch's modules in their metadata.
 
     Raises:
@@ -33,7 +33,7 @@ def onnx_model(source: Source, opset: int | None) -> Any:
             (),
             input_names=inputs,
             output_names=["features"],
-            opset_version=opset,
+            opset_version=source.opset,
             dynamo=True,
             external_data=False,
             verbose=False,
@@ -42,9 +42,9 @@ def onnx_model(source: Source, opset: int | None) -> Any:
         return exported.model_proto
 
 
-def content(source: Source, metadata: dict[str, Any], opset: int | None) -> dict[str, bytes]:
+def content(source: Source, metadata: dict[str, Any]) -> dict[str, bytes]:
     """Write an ONNX file, with the metadata in ``metadata_props``."""
-    model = onnx_model(source, opset) if source.quantized is None else source.quantized
+    model = onnx_model(source) if source.quantized is None else source.quantized
     _name_dimensions(model)
     _forget_source(model)
     for key, value in metadata.items():

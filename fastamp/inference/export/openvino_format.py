@@ -16,7 +16,7 @@ from fastamp.inference.export.trace import Source
 from fastamp.inference.sessions import Run, open_openvino
 
 
-def content(source: Source, metadata: dict[str, Any], opset: int | None) -> dict[str, bytes]:
+def content(source: Source, metadata: dict[str, Any]) -> dict[str, bytes]:
     """Write an OpenVINO .xml file, with the metadata in ``rt_info``, and its weights in a .bin file."""
     import openvino
 

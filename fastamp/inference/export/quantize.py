@@ -44,7 +44,7 @@ NO_LAYERS = "int8 export found no layers to quantize.\n  fix: use --precision fp
 """Message if no layer of the trunks can be quantized."""
 
 
-def quantize(source: Source, inputs: Sequence[dict[str, Tensor]], opset: int | None) -> tuple[Any, list[str]]:
+def quantize(source: Source, inputs: Sequence[dict[str, Tensor]]) -> tuple[Any, list[str]]:
     """Convert a module to an int8 ONNX model.
 
     All layers of the trunks are quantized. If the mean cosine similarity of features to float32 is then less than
@@ -54,7 +54,6 @@ def quantize(source: Source, inputs: Sequence[dict[str, Tensor]], opset: int | N
     Args:
         source: module to export.
         inputs: inputs of the module for the calibration images, in batches.
-        opset: ONNX opset.
 
     Returns:
         ONNX model, and names of the layers of the trunks that stay in float32 because of their errors.
@@ -62,7 +61,7 @@ def quantize(source: Source, inputs: Sequence[dict[str, Tensor]], opset: int | N
     Raises:
         ExportError: if the model cannot be converted.
     """
-    model = onnx_model(source, opset)
+    model = onnx_model(source)
     nodes = _trunk_nodes(model, source)
     if not nodes:
         raise ExportError(NO_LAYERS)

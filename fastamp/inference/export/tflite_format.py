@@ -81,7 +81,7 @@ def _versions(python: str) -> tuple[dict[str, str] | None, str]:
         return None, f"is {python}, which is not a Python"
 
 
-def content(source: Source, metadata: dict[str, Any], opset: int | None) -> dict[str, bytes]:
+def content(source: Source, metadata: dict[str, Any]) -> dict[str, bytes]:
     """Write a TFLite file, with the metadata in ``metadata.json`` of an appended zip."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -104,7 +104,7 @@ def convert(source: Source, folder: Path) -> None:
     """
     shapes = source.shapes
     inputs = {name: [[1, *shape[1:]], str(source.inputs[name].dtype)[6:]] for name, shape in shapes.items()}
-    (folder / "model.pt2").write_bytes(pt2_content(source, {}, None)[".pt2"])
+    (folder / "model.pt2").write_bytes(pt2_content(source, {})[".pt2"])
     run_worker("convert", folder, json.dumps(inputs))
     generator = torch.Generator().manual_seed(0)
     sizes = {name: (_CHECKED_IMAGES, *shape[1:]) for name, shape in shapes.items()}

@@ -26,7 +26,7 @@ Operator = dict[str, Any]
 """Operator of a TFLite file, from the worker's ``operators``."""
 
 
-def quantize(source: Source, inputs: Sequence[dict[str, Tensor]], opset: int | None) -> tuple[bytes, list[str]]:
+def quantize(source: Source, inputs: Sequence[dict[str, Tensor]]) -> tuple[bytes, list[str]]:
     """Convert a module to an int8 TFLite file; see ``quantize.quantize``."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

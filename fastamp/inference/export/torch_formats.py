@@ -14,7 +14,7 @@ from fastamp.inference.export.trace import Source
 from fastamp.inference.sessions import Run
 
 
-def pt2_content(source: Source, metadata: dict[str, Any], opset: int | None) -> dict[str, bytes]:
+def pt2_content(source: Source, metadata: dict[str, Any]) -> dict[str, bytes]:
     """Write a file of torch.export."""
     program, file = source.program, io.BytesIO()
     for part in program.graph_module.modules():
@@ -31,7 +31,7 @@ def pt2_runner(files: dict[str, bytes]) -> Run:
         return _without_gradients(torch.export.load(io.BytesIO(files[".pt2"])).module())
 
 
-def torchscript_content(source: Source, metadata: dict[str, Any], opset: int | None) -> dict[str, bytes]:
+def torchscript_content(source: Source, metadata: dict[str, Any]) -> dict[str, bytes]:
     """Write a TorchScript file."""
     saved, cleaned = io.BytesIO(), io.BytesIO()
     with quiet("torch.jit cannot trace the model"), torch.no_grad():

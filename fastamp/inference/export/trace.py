@@ -13,11 +13,10 @@ from torch.export import Dim, ExportedProgram
 
 from fastamp.amp import PrecisionPolicy, force_fp32
 from fastamp.amp.fp16_export import to_float16
-from fastamp.config import fixed_input_size
 from fastamp.feature_pass import extract_features
-from fastamp.inference.export.metadata import NEEDED_BY
 from fastamp.inference.export.preprocessing import Preprocessing
 from fastamp.inference.export.quiet import ExportError, quiet
+from fastamp.inference.parity import exported_size
 from fastamp.inference.predictor import Predictor
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.utils.errors import ConfigError
@@ -33,12 +32,14 @@ class Source:
         module: module in evaluation mode on the CPU.
         inputs: example inputs, a batch of two images.
         program: the module traced by torch.export, with a dynamic batch size.
+        opset: ONNX opset; None (default) for PyTorch's choice.
         quantized: int8 model of the module (``Format.quantize``); None for other precisions.
     """
 
     module: nn.Module
     inputs: dict[str, Tensor]
     program: ExportedProgram
+    opset: int | None = None
     quantized: Any = None
 
     @property
@@ -62,7 +63,7 @@ class FeatureExtractor(nn.Module):
         predictor: Predictor,
         preprocessing: Preprocessing | None,
         *,
-        precision: str,
+        in_float16: bool,
         normalization: bool,
         l2: bool,
     ) -> None:
@@ -76,7 +77,7 @@ class FeatureExtractor(nn.Module):
             )
         if not normalization:
             self.model.take_normalized_images()
-        if precision == "fp16":
+        if in_float16:
             for part in self.model.children():  # keeps the model's pixel mean and standard deviation in float32
                 to_float16(part)
         self.flip, self.l2 = predictor.cfg.TEST.FLIP.ENABLED, l2
@@ -124,10 +125,10 @@ def _to_deploy_form(model: nn.Module) -> nn.Module:
     return model
 
 
-def trace(extractor: FeatureExtractor, predictor: Predictor) -> Source:
+def trace(extractor: FeatureExtractor, predictor: Predictor, opset: int | None) -> Source:
     """Trace the module with a dynamic batch size."""
     cfg = predictor.cfg
-    height, width = fixed_input_size(cfg, is_train=False, needed_by=NEEDED_BY)
+    height, width = exported_size(cfg)
     # Two images, because torch.export specializes on a batch size of 1.
     inputs = {"images": torch.zeros(2, cfg.INPUT.CHANNELS, height, width)}
     inputs |= {name: torch.zeros(2, dtype=torch.int64) for name in label_inputs(predictor)}
@@ -138,7 +139,7 @@ def trace(extractor: FeatureExtractor, predictor: Predictor) -> Source:
         dynamic["images"] |= {1: Dim("height", min=1, max=2**16), 2: Dim("width", min=1, max=2**16)}
     with quiet("torch.export cannot trace the model"), torch.no_grad():
         program = torch.export.export(extractor, (), inputs, dynamic_shapes=dynamic, strict=False)
-    return Source(extractor, inputs, program)
+    return Source(extractor, inputs, program, opset)
 
 
 def label_inputs(predictor: Predictor) -> dict[str, str]:
