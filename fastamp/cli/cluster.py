@@ -84,8 +84,9 @@ def run(args: argparse.Namespace) -> int:
     """Cluster the images, write the files and print a summary."""
     from fastamp.amp import resolve_device
     from fastamp.evaluation.clustering import Clustering, describe_few_clusters
-    from fastamp.inference.cluster import check_outputs, cluster, describe_dominant_cluster, write_csv, write_page
+    from fastamp.inference.cluster import cluster, describe_dominant_cluster, write_csv, write_page
     from fastamp.retrieval.features_file import read_features
+    from fastamp.utils.files import check_outputs
     from fastamp.utils.logger import setup_logger
 
     setup_logger()

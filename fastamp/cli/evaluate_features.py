@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate the features and print the metrics."""
     from fastamp.config import read_config
     from fastamp.inference.evaluate_features import check, evaluate
+    from fastamp.utils.files import check_outputs
     from fastamp.utils.logger import setup_logger
 
     setup_logger()
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if len(args.opts) % 2:
         raise ConfigError(f"expected KEY VALUE pairs, got {' '.join(args.opts)}.\n  fix: add the missing key or value")
     cfg = read_config(args.config_file, ["MODEL.DEVICE", "auto", *args.opts])
-    check(cfg, args.opts, per_query=args.per_query)
+    check_outputs(args.features, per_query=args.per_query)
+    check(cfg, args.opts)
     evaluate(args.features, cfg, per_query=args.per_query, as_json=args.json)
     return 0

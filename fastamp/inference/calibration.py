@@ -11,10 +11,11 @@ from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
 from fastamp.data import build_reid_test_loader
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import PackedItems
-from fastamp.evaluation import Identities, ReidEvaluator, inference_on_dataset
+from fastamp.evaluation import Identities, ReidEvaluator
 from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.test_set import check_columns
 from fastamp.evaluation.thresholds import CalibrationOptions, calibrate
+from fastamp.feature_pass import feature_pass
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import expand, real_path
@@ -54,16 +55,19 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
             "identities%s",
             *(data, note, ", or add a column split" if data.startswith("csv:") else ""),
         )
-    collector = _Collector(cfg, num_query)
-    collector.set_column_names(dataset.column_names())
-    protocol = collector.protocol
+    evaluator = ReidEvaluator(cfg, num_query)
+    evaluator.set_column_names(dataset.column_names())
+    protocol = evaluator.protocol
     # Checked before the features are extracted, which takes long.
     columns = dataset.rankable_columns()
     labels = Identities.split(num_query, dataset.labels, dataset.camids, columns, dataset.column_names())
     check_columns(columns, protocol)
     calibration_options.split(dataset.labels[protocol.rule.images_with_query(labels).numpy()], data)
-    inference_on_dataset(predictor.model, loader, collector, cfg.TEST.FLIP.ENABLED, policy=predictor.policy)
-    features, identities, _ = collector.gather()
+    flip_test = cfg.TEST.FLIP.ENABLED
+    feature_pass(
+        predictor.model, loader, evaluator.process, predictor.policy, flip_test=flip_test, title="extracting features"
+    )
+    features, identities, _ = evaluator.gather()
     used = protocol.rule.images_with_query(identities)
     return calibrate(
         features[used],
@@ -145,11 +149,3 @@ def _check_not_trained(dataset: ImageDataset, name: str) -> None:
             f"would not hold for other identities: {', '.join(sorted(shared)[:5])}\n"
             "  fix: choose a dataset with other identities, or find the shared ones with `fastamp check-data`"
         )
-
-
-class _Collector(ReidEvaluator):
-    """Collect the features of a test set without computing metrics."""
-
-    def evaluate(self) -> dict[str, Any] | None:
-        """Keep the features."""
-        return None

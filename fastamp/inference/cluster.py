@@ -1,7 +1,6 @@
 """Clusters of the images of an extraction, as a CSV file and an HTML page."""
 
 import dataclasses
-import os
 from pathlib import Path
 
 import numpy as np
@@ -19,30 +18,8 @@ from fastamp.evaluation.clustering import (
 from fastamp.report.cluster_page import write_cluster_page
 from fastamp.retrieval.features import Features
 from fastamp.utils import files
-from fastamp.utils.errors import ConfigError
 
 _MOST_TRIED = 20_000
-
-
-def check_outputs(source: str | os.PathLike[str], **files: str | os.PathLike[str] | None) -> None:
-    """Check output files before any computation.
-
-    Args:
-        source: the extraction, which no output may replace.
-        files: name of the option -> file; None for none.
-
-    Raises:
-        ConfigError: if a file is a folder, is in no existing folder, or is the extraction.
-    """
-    for option, file in files.items():
-        if file is None:
-            continue
-        path = Path(file)
-        if path.is_dir() or not path.absolute().parent.is_dir() or path.absolute() == Path(source).absolute():
-            raise ConfigError(
-                f"--{option}: expected a new file in an existing folder, got {os.fspath(file)!r}.\n"
-                "  fix: create the folder, or choose another file"
-            )
 
 
 def known_identities(extraction: Features) -> np.ndarray:

@@ -242,7 +242,7 @@ def no_cameras(arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tenso
     return query, gallery
 
 
-def check(cfg: CfgNode, opts: Sequence[str], *, per_query: str | None = None) -> None:
+def check(cfg: CfgNode, opts: Sequence[str]) -> None:
     """Check the options before any computation.
 
     Raises:
@@ -256,13 +256,6 @@ def check(cfg: CfgNode, opts: Sequence[str], *, per_query: str | None = None) ->
                 else "set it when you compute the features"
             )
             raise ConfigError(f"{key} has no effect on saved features.\n  fix: {fix}")
-    if per_query is not None:
-        path = Path(per_query)
-        if path.is_dir() or not path.parent.is_dir():
-            raise ConfigError(
-                f"--per-query: expected a file in an existing folder, got {per_query!r}.\n"
-                "  fix: create the folder, or choose another file"
-            )
     if cfg.TEST.ROC.ENABLED:
         with writing(cfg.OUTPUT_DIR):
             Path(cfg.OUTPUT_DIR).mkdir(parents=True, exist_ok=True)

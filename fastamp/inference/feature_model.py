@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +16,7 @@ from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.image_folder import open_source
-from fastamp.inference.images import COLORS, Image, as_one, decode
+from fastamp.inference.images import COLORS, Boxes, Image, as_one, decode
 from fastamp.inference.outputs import OUTPUT_REGISTRY, PredictorOutput
 from fastamp.inference.search_terms import SearchTerm
 from fastamp.inference.similarity import Comparison, sample_pair_scores
@@ -26,6 +26,18 @@ from fastamp.retrieval.gallery import Conditions, Gallery
 from fastamp.retrieval.model_id import ModelId, check_same_model
 from fastamp.retrieval.search import SearchResult, decide, search, search_by_scores
 from fastamp.utils.errors import ConfigError, DataError, check_choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class ImageOptions(TypedDict, total=False):
+    """Options of images; see ``Predictor.features``."""
+
+    color: str
+    camids: Sequence[int] | None
+    viewids: Sequence[int] | None
+    modality: str | Sequence[str] | None
 
 
 class FeatureModel(ABC):
@@ -101,11 +113,8 @@ class FeatureModel(ABC):
         self,
         images: Image | Sequence[Image],
         *,
-        boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None = None,
-        color: str = "rgb",
-        camids: Sequence[int] | None = None,
-        viewids: Sequence[int] | None = None,
-        modality: str | Sequence[str] | None = None,
+        boxes: Boxes | None = None,
+        **options: "Unpack[ImageOptions]",
     ) -> Tensor:
         """Extract the features (N, D) of images; see ``Predictor.features``."""
 
@@ -145,7 +154,7 @@ class FeatureModel(ABC):
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
         """Extract the features (N, D) of images from ``preprocess``; see ``Predictor.features_of_preprocessed``."""
 
-    def require_features(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
+    def require_features(self, images: Image | Sequence[Image], **options: "Unpack[ImageOptions]") -> Tensor:
         """Extract the features of images; raise DataError if an image has no pixels.
 
         NaN always indicates an image without pixels, because ``compute`` rejects non-finite features.
@@ -162,10 +171,7 @@ class FeatureModel(ABC):
         b: Image,
         *,
         reference: PairScores | str | os.PathLike[str] | None = None,
-        color: str = "rgb",
-        camids: Sequence[int] | None = None,
-        viewids: Sequence[int] | None = None,
-        modality: str | Sequence[str] | None = None,
+        **options: "Unpack[ImageOptions]",
     ) -> Comparison:
         """Compare two images, and compare their score with the scores of genuine and impostor pairs.
 
@@ -173,8 +179,7 @@ class FeatureModel(ABC):
             a, b: images, see ``features``.
             reference: pairs to compare the score with: an extraction of images with identities, or the result of
                 ``sample_pair_scores``. Default: the pairs stored in the checkpoint, from the first test set.
-            color: see ``features``.
-            camids, viewids, modality: cameras, views and modalities of the two images, see ``features``.
+            options: color; cameras, views and modalities of the two images, see ``features``.
 
         Returns:
             The score, the reference pairs, and the decision and probability of a calibrated model.
@@ -184,9 +189,7 @@ class FeatureModel(ABC):
                 model or contains no pairs.
             ConfigError: see ``features``.
         """
-        features = self.require_features(
-            [*as_one(a), *as_one(b)], color=color, camids=camids, viewids=viewids, modality=modality
-        )
+        features = self.require_features([*as_one(a), *as_one(b)], **options)
         return self.compare_features(*features, reference=reference)
 
     def compare_features(
@@ -218,11 +221,11 @@ class FeatureModel(ABC):
         gallery: Gallery | str | os.PathLike[str],
         k: int = 10,
         *,
-        color: str = "rgb",
-        camids: Sequence[int] | None = None,
-        viewids: Sequence[int] | None = None,
-        modality: str | Sequence[str] | None = None,
-        **options: Any,
+        effort: int | None = None,
+        exact: bool = False,
+        terms: Sequence[SearchTerm] = (),
+        conditions: Conditions | None = None,
+        **options: "Unpack[ImageOptions]",
     ) -> SearchResult:
         """Search for the nearest gallery images of each query.
 
@@ -230,9 +233,8 @@ class FeatureModel(ABC):
             query: one or more images, see ``features``. None: rank the gallery images by ``terms``.
             gallery: gallery, or the path of one: see ``open_source``.
             k: number of results per query; limited to the size of the gallery. Default: 10.
-            color: see ``features``.
-            camids, viewids, modality: cameras, views and modalities of the queries, see ``features``.
-            options: see ``search_features``.
+            effort, exact, terms, conditions: see ``search_features``.
+            options: color; cameras, views and modalities of the queries, see ``features``.
 
         Returns:
             The k nearest gallery images for each query, and whether a calibrated model accepts the nearest one.
@@ -242,9 +244,7 @@ class FeatureModel(ABC):
             DataError, ConfigError: if an image or the gallery cannot be read; see also ``features`` and
                 ``search_features``.
         """
-        features = None
-        if query is not None:
-            features = self.require_features(query, color=color, camids=camids, viewids=viewids, modality=modality)
+        features = None if query is None else self.require_features(query, **options)
         if isinstance(gallery, (str, os.PathLike)):
             gallery = open_source(gallery, self)
         elif not isinstance(gallery, Gallery):
@@ -252,7 +252,9 @@ class FeatureModel(ABC):
                 f"expected a gallery or the path of one, got {type(gallery).__name__}.\n"
                 "  fix: pass the output file of `fastamp extract`, or the result of open_gallery"
             )
-        return self.search_features(features, gallery, k, **options)
+        return self.search_features(
+            features, gallery, k, effort=effort, exact=exact, terms=terms, conditions=conditions
+        )
 
     def search_features(
         self,
@@ -284,7 +286,9 @@ class FeatureModel(ABC):
         limited = None if conditions == Conditions() else conditions
         if query is None:
             if not terms:
-                raise ConfigError("a search without queries needs terms.\n  fix: pass at least one query, or terms")
+                raise ConfigError(
+                    "a search needs queries or terms, got 0 of both.\n  fix: pass at least one query, or terms"
+                )
             scores = np.prod([term.scores(gallery) for term in terms], axis=0)
             rows = gallery.rows_where(limited) if limited else None
             return search_by_scores(scores, gallery, k, metric=", ".join(term.name for term in terms), rows=rows)

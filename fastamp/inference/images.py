@@ -14,6 +14,7 @@ from fastamp.data.decode import decode_image, image_from_pil, read_image, with_c
 from fastamp.utils.errors import DataError
 
 Image = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes] | PIL.Image.Image | np.ndarray | Tensor
+Boxes = Sequence[Sequence[float]] | np.ndarray | Tensor
 COLORS = ("rgb", "bgr")
 
 

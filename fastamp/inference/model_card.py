@@ -20,15 +20,6 @@ from fastamp.utils.version import __version__
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _TASK = "image-feature-extraction"  # the Hub's name of the task
-_PROTOCOLS = {
-    "market1501": "Gallery images of the query's identity from the query's camera are ignored, so that each match is "
-    "from another camera.",
-    "no_camera": "All gallery images count for each query, including those of the query's camera.",
-    "cuhk03": "Gallery images of the query's identity from the query's camera are ignored. Rank-k is the mean over "
-    "random galleries with one image per identity.",
-    "vehicleid": "One image per identity is drawn as the gallery, and all other images are queries. Metrics are the "
-    "mean over several random galleries.",
-}
 _PRECISION = {"bfloat16": "bfloat16 mixed precision", "float16": "float16 mixed precision", "float32": "float32"}
 
 
@@ -95,7 +86,7 @@ def model_card(
         evaluation=evaluation,
         results=results,
         columns=list(dict.fromkeys(metric for metrics in results.values() for metric in metrics)),
-        protocol_text=_PROTOCOLS.get(cfg.TEST.PROTOCOL) or _describe_protocol(cfg),
+        protocol_text=_describe_protocol(cfg),
         calibration=read_calibration(content, name),
         policy=policy,
         precision=_PRECISION,

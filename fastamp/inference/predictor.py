@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from fastamp.evaluation.protocol import Protocol
 from fastamp.feature_pass import Forward, call_model, collect_features
 from fastamp.inference.config_hash import hash_of_features
 from fastamp.inference.extract import extract
-from fastamp.inference.feature_model import FeatureModel
-from fastamp.inference.images import COLORS, Image, as_list, crop_frame
+from fastamp.inference.feature_model import FeatureModel, ImageOptions
+from fastamp.inference.images import COLORS, Boxes, Image, as_list, crop_frame
 from fastamp.inference.outputs import OUTPUT_REGISTRY, PredictorOutput
 from fastamp.modeling import load_model
 from fastamp.modeling.meta_arch.image_model import ImageModel
@@ -35,6 +35,9 @@ from fastamp.utils.files import expand
 from fastamp.utils.logger import log_to_console
 from fastamp.utils.progress import track
 from fastamp.utils.structure import structure_mismatch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +184,7 @@ class Predictor(FeatureModel):
         self,
         images: Image | Sequence[Image],
         *,
-        boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None = None,
+        boxes: Boxes | None = None,
         color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
@@ -214,25 +217,21 @@ class Predictor(FeatureModel):
             ConfigError: if required ``camids``, ``viewids`` or ``modality`` are missing or invalid, or ``color`` is
                 unknown.
         """
-        ids = {"camids": camids, "viewids": viewids, "modality": modality}
-        return self._compute(images, boxes=boxes, color=color, ids=ids)
+        return self._compute(images, boxes=boxes, color=color, camids=camids, viewids=viewids, modality=modality)
 
     def predict(
         self,
         output: str,
         images: Image | Sequence[Image],
         *,
-        boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None = None,
-        color: str = "rgb",
-        camids: Sequence[int] | None = None,
-        viewids: Sequence[int] | None = None,
-        modality: str | Sequence[str] | None = None,
+        boxes: Boxes | None = None,
+        **options: "Unpack[ImageOptions]",
     ) -> list[dict[str, float]]:
         """Compute an output of the model other than its features, of images or of boxes in one frame.
 
         Args:
             output: name of the output in ``OUTPUT_REGISTRY``, e.g. ``"attributes"``.
-            images, boxes, color, camids, viewids, modality: see ``features``.
+            images, boxes, options: see ``features``.
 
         Returns:
             For each image or box: name -> value, e.g. ``"upper_color=red"`` -> probability in 0..1; NaN for an image
@@ -243,24 +242,19 @@ class Predictor(FeatureModel):
             DataError: see ``features``.
         """
         found = self.require_output(output)
-        ids = {"camids": camids, "viewids": viewids, "modality": modality}
-        values = self._compute(
-            images,
-            boxes=boxes,
-            color=color,
-            ids=ids,
-            forward=lambda model, batch: found.compute(model, batch)[1],
-            width=len(found.names),
-        )
+        width, forward = len(found.names), lambda model, batch: found.compute(model, batch)[1]
+        values = self._compute(images, boxes=boxes, forward=forward, width=width, **options)
         return [found.named(row) for row in found.finish(values).tolist()]
 
     def _compute(
         self,
         images: Image | Sequence[Image],
         *,
-        boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None,
-        color: str,
-        ids: dict[str, Any],
+        boxes: Boxes | None,
+        color: str = "rgb",
+        camids: Sequence[int] | None = None,
+        viewids: Sequence[int] | None = None,
+        modality: str | Sequence[str] | None = None,
         forward: Forward = call_model,
         width: int | None = None,
     ) -> Tensor:
@@ -270,7 +264,8 @@ class Predictor(FeatureModel):
             images, color = crop_frame(images, boxes, color, self._decode)
         else:
             images = as_list(images)
-        inputs, kept = self._inputs(len(images), **ids), list[int]()
+        inputs = self._inputs(len(images), camids=camids, viewids=viewids, modality=modality)
+        kept = list[int]()
         starts = range(0, len(images), self.batch_size)
 
         def load(number: int) -> Tensor | None:

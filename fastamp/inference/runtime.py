@@ -21,7 +21,7 @@ from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY
 from fastamp.inference.exported_metadata import read_metadata
 from fastamp.inference.feature_model import FeatureModel
-from fastamp.inference.images import COLORS, Image, as_list, crop_frame
+from fastamp.inference.images import COLORS, Boxes, Image, as_list, crop_frame
 from fastamp.inference.sessions import Session, open_onnx, open_openvino, open_tflite
 from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice, optional_package
 from fastamp.utils.files import check_not_device, expand
@@ -131,7 +131,7 @@ class ExportedModel(FeatureModel):
         self,
         images: Image | Sequence[Image],
         *,
-        boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None = None,
+        boxes: Boxes | None = None,
         color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,

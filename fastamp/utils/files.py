@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fastamp.utils.errors import UserError, writing
+from fastamp.utils.errors import ConfigError, UserError, writing
 
 FORMAT_KEY = "fastamp_format"
 """Entry of a file that users keep, with the number of its format."""
@@ -51,6 +51,27 @@ def check_not_device(path: str | os.PathLike[str]) -> None:
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "expected a file or folder, got a pipe, socket or device")
+
+
+def check_outputs(source: str | os.PathLike[str], **files: str | os.PathLike[str] | None) -> None:
+    """Check output files before any computation.
+
+    Args:
+        source: the input file, which no output may replace.
+        files: name of the option, with underscores -> file; None for none.
+
+    Raises:
+        ConfigError: if a file is a folder, is in no existing folder, or is the input.
+    """
+    for option, file in files.items():
+        path = expand(file or "")
+        if file is not None and (
+            path.is_dir() or not path.absolute().parent.is_dir() or real_path(path) == real_path(source)
+        ):
+            raise ConfigError(
+                f"--{option.replace('_', '-')}: expected a new file in an existing folder, got {os.fspath(file)!r}.\n"
+                "  fix: create the folder, or choose another file"
+            )
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
