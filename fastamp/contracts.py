@@ -26,33 +26,41 @@ Outputs = dict[str, torch.Tensor]
 margin, and ``features`` (B, D), the input of metric losses, all float32."""
 
 
-class Model(Protocol):
-    """Meta-architecture, an ``nn.Module``: a batch -> features (B, D) float32, or in training mode losses by name.
+class ModelBuilder(Protocol):
+    """Registered class or function that builds a model; its members are read before the model is built.
 
     Attributes:
-        trunks: names of the submodules that ``MODEL.COMPILE`` compiles. Default none: it cannot be compiled.
-        training_only: names of the submodules that evaluation does not use. Default none.
         teaches_as: name of the meta-architecture as which a teacher of this class is built. Default "": its own.
-        supports_partial_fc: whether it works without the logits of all classes (``MODEL.HEADS.PFC``). Default True.
-        pools_tracklets: whether features are those of tracklets (``MODEL.HEADS.TEMPORAL_POOL``). Default False.
         evaluator: name of the evaluator for ``TEST.EVALUATOR auto``.
     """
 
-    training: bool
-    trunks: tuple[str, ...] = ()
-    training_only: tuple[str, ...] = ()
     teaches_as: str = ""
-    supports_partial_fc: bool = True
-    pools_tracklets: bool = False
     evaluator: str = "ReidEvaluator"
-
-    def __call__(self, batch: Batch) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Compute features or losses (scalars, float32)."""
 
     @classmethod
     def adapt_to_training_set(cls, cfg: CfgNode, dataset: Any) -> tuple[CfgNode, int]:
         """Adapt a config to the training set; return it and the number of classes. Default: that of identities."""
         return cfg, dataset.num_classes
+
+
+class Model(ModelBuilder, Protocol):
+    """Meta-architecture, an ``nn.Module``: a batch -> features (B, D) float32, or in training mode losses by name.
+
+    Attributes:
+        trunks: names of the submodules that ``MODEL.COMPILE`` compiles. Default none: it cannot be compiled.
+        training_only: names of the submodules that evaluation does not use. Default none.
+        supports_partial_fc: whether it works without the logits of all classes (``MODEL.HEADS.PFC``). Default True.
+        pools_tracklets: whether features are those of tracklets (``MODEL.HEADS.TEMPORAL_POOL``). Default False.
+    """
+
+    training: bool
+    trunks: tuple[str, ...] = ()
+    training_only: tuple[str, ...] = ()
+    supports_partial_fc: bool = True
+    pools_tracklets: bool = False
+
+    def __call__(self, batch: Batch) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Compute features or losses (scalars, float32)."""
 
 
 class Backbone(Protocol):
@@ -81,24 +89,42 @@ class Backbone(Protocol):
         """Compute the feature maps."""
 
 
-class Head(Protocol):
+class HeadBuilder(Protocol):
+    """Registered class or function that builds a head.
+
+    Attributes:
+        continues_backbone: whether it is built by ``from_config(cfg, backbone=backbone)``. Default False.
+    """
+
+    continues_backbone: bool = False
+
+
+class Head(HeadBuilder, Protocol):
     """Head, an ``nn.Module``: feature maps (B, C, h, w) and, in training mode, targets (B,) -> outputs.
 
     Attributes:
         several_outputs: whether the output in training mode is a list of (weight, outputs). Default False.
-        continues_backbone: whether it is built by ``from_config(cfg, backbone=backbone)``. Default False.
         frames: frames of a tracklet that are pooled in training mode. Default 0: images are not pooled.
     """
 
     several_outputs: bool = False
-    continues_backbone: bool = False
     frames: int = 0
 
     def __call__(self, maps: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
         """Compute features (B, D) float32 in evaluation mode, otherwise ``Outputs``, or a list of (weight, outputs)."""
 
 
-class Loss(Protocol):
+class LossBuilder(Protocol):
+    """Registered class or function that builds a loss.
+
+    Attributes:
+        start_epoch_key: config key of the epoch in which it begins to apply. Default "": it always applies.
+    """
+
+    start_epoch_key: str = ""
+
+
+class Loss(LossBuilder, Protocol):
     """Loss, an ``nn.Module``: outputs of the head and targets (B,) int64 -> scalar float32.
 
     Attributes:
@@ -107,14 +133,12 @@ class Loss(Protocol):
             those of all ranks. Default False.
         columns: columns of the batch that ``outputs`` contains under their names. Default none.
         written_in_forward: whether forward passes write its buffers, which a skipped step restores. Default False.
-        start_epoch_key: config key of the epoch in which it begins to apply. Default "": it always applies.
     """
 
     loss_name: str
     over_pairs: bool = False
     columns: tuple[str, ...] = ()
     written_in_forward: bool = False
-    start_epoch_key: str = ""
 
     def __call__(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
         """Compute the loss."""

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from torch import nn
 
-from fastamp.modeling import build_model
+from fastamp.modeling import META_ARCH_REGISTRY, build_model
+from fastamp.modeling.meta_arch import Baseline
 
 IMAGES = torch.randint(256, (4, 3, 96, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 KINDS = {
@@ -65,3 +67,43 @@ def test_model_raises_for_inputs_without_valid_images(model, subtests):
                     continue
                 with pytest.raises(error, match=message):
                     model(batch)
+
+
+class Means(nn.Module):
+    def forward(self, maps, targets=None):
+        return maps.mean((2, 3))
+
+
+class WithOwnHead(Baseline):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.heads = Means()
+
+
+class WithOwnBackbone(WithOwnHead):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.backbone = nn.Conv2d(3, 512, 8, stride=8)
+
+
+class WithTrunks(nn.Module):
+    takes_config = True
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.trunks = nn.ModuleList([nn.Conv2d(3, 512, 8, stride=8)])  # named like a member of the contract
+
+    def forward(self, batch):
+        for trunk in self.trunks:
+            maps = trunk(batch["images"].float())
+        return maps.mean((2, 3))
+
+
+@pytest.mark.parametrize("kind", [WithOwnHead, WithOwnBackbone, WithTrunks])
+def test_model_with_modules_without_the_members_of_contracts(kind, monkeypatch):
+    monkeypatch.setattr(META_ARCH_REGISTRY, "_components", {**META_ARCH_REGISTRY._components})
+    META_ARCH_REGISTRY.register()(kind)
+    opts = ("MODEL.META_ARCHITECTURE", kind.__name__, *KINDS["MGN"])
+    model = build_model(tiny.tiny_config("unused", *opts)).eval()
+    assert model({"images": IMAGES}).shape == (4, 512)
+    assert not {"trunks", "frames"} & vars(kind).keys()

@@ -3,10 +3,10 @@
 from torch import nn
 
 from fastamp.config import CfgNode
-from fastamp.contracts import Head
+from fastamp.contracts import Head, HeadBuilder
 from fastamp.utils.registry import Registry, adopt
 
-HEADS_REGISTRY = Registry("MODEL.HEADS.NAME", contract=Head)
+HEADS_REGISTRY = Registry("MODEL.HEADS.NAME", contract=HeadBuilder)
 
 
 def build_heads(cfg: CfgNode, backbone: nn.Module | None = None) -> nn.Module:

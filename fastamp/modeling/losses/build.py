@@ -5,7 +5,7 @@ import logging
 from torch import nn
 
 from fastamp.config import CfgNode
-from fastamp.contracts import Loss
+from fastamp.contracts import Loss, LossBuilder
 from fastamp.layers import pooled_width
 from fastamp.modeling.losses.pml import PML, PMLLoss, build_pml_loss
 from fastamp.utils.errors import ConfigError
@@ -13,7 +13,7 @@ from fastamp.utils.registry import Registry, adopt
 
 logger = logging.getLogger(__name__)
 
-LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME", contract=Loss)
+LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME", contract=LossBuilder)
 
 
 class ConfiguredLoss(nn.Module, Loss):

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from fastamp.config import CfgNode
-from fastamp.contracts import Head
 from fastamp.modeling.backbones import build_backbone, with_feature_dim
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
@@ -16,7 +15,6 @@ from fastamp.modeling.losses.compute import Losses, Outputs, with_columns
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.registry import adopt
 from fastamp.utils.tracklets import number_tracklets
 
 
@@ -44,7 +42,7 @@ class Baseline(ImageModel):
         gather: bool = False,
     ) -> None:
         super().__init__(backbone=backbone, pixel_mean=pixel_mean, pixel_std=pixel_std)
-        self.heads = adopt(heads, Head)
+        self.heads = heads
         self.losses = Losses(losses, gather=gather)
 
     @classmethod

@@ -8,7 +8,7 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy, apply_force_fp32, requested_device, resolve_device
 from fastamp.config import CfgNode, check_is_config
-from fastamp.contracts import CombinedDataset, Model
+from fastamp.contracts import CombinedDataset, Model, ModelBuilder
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.modeling.out_of_memory import explain_out_of_memory
@@ -19,14 +19,14 @@ from fastamp.utils.registry import Registry, adopt
 
 logger = logging.getLogger(__name__)
 
-META_ARCH_REGISTRY = Registry("MODEL.META_ARCHITECTURE", contract=Model)
+META_ARCH_REGISTRY = Registry("MODEL.META_ARCHITECTURE", contract=ModelBuilder)
 
 
 def adapt_to_training_set(cfg: CfgNode, dataset: Any) -> tuple[CfgNode, int]:
     """Adapt a config to the training set, before the model is built.
 
     The datasets adapt it first, see ``ImageDataset.adapt_config``, then the meta-architecture: one whose classes are
-    not identities, or whose config depends on columns, overrides ``Model.adapt_to_training_set``.
+    not identities, or whose config depends on columns, overrides ``ModelBuilder.adapt_to_training_set``.
 
     Args:
         cfg: config.

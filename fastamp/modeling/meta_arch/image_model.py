@@ -9,11 +9,12 @@ from torch import nn
 
 from fastamp.checkpoint.state_dict_conversion import whole_model_names
 from fastamp.config import CfgNode, per_channel
-from fastamp.contracts import Backbone, ClassIndexer, IdChecker, Model
+from fastamp.contracts import Backbone, ClassIndexer, Head, IdChecker, Model
 from fastamp.modeling.losses.compute import column_of
 from fastamp.utils.errors import DataError, WeightsError
 from fastamp.utils.registry import adopt
 
+_CONTRACTS = {"backbone": Backbone, "heads": Head}
 _OLD_MGN = re.compile(r"b\d+_(pool\.|head\.bnneck\.)")  # FastReID's first MGN, July and August 2020
 
 
@@ -40,12 +41,18 @@ class ImageModel(nn.Module, Model):
         pixel_std: list[float] | tuple[float, ...],
     ) -> None:
         super().__init__()
-        self.backbone = adopt(backbone, Backbone)
+        self.backbone = backbone
         self._num_classes = 0
         self._datasets: tuple[str, ...] = ()
         # Not persistent: the values are in the config.
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(1, -1, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(1, -1, 1, 1), persistent=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a backbone or head, also one of a subclass, gets the defaults of its contract."""
+        if isinstance(value, nn.Module) and name in _CONTRACTS:
+            adopt(value, _CONTRACTS[name])
+        super().__setattr__(name, value)
 
     @property
     def device(self) -> torch.device:
