@@ -231,8 +231,8 @@ def describe_extraction(predictor: "Predictor", listing: Listing, skip_corrupt: 
         if column:
             values += ((item.columns or {}).get(column, predictor.cfg.MODEL.BACKBONE.MODALITY),)
         digest.update(repr(values).encode())
-    names = [name for output in _stored_outputs(predictor) for name in output.names]
-    return ({"values": names} if names else {}) | {
+    return {
+        "values": [name for output in _stored_outputs(predictor) for name in output.names],
         "model": predictor.config_hash,
         "images": digest.hexdigest(),
         "precision": f"{predictor.policy.describe()} on {predictor.device.type}",

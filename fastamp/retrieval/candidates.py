@@ -31,11 +31,11 @@ class Candidates(ProductCodes):
         self.built, self.numbers, self._row_of_number = built, set(numbers), row_of_number
 
     @classmethod
-    def train(cls, sample: np.ndarray, model: ModelId, row_of_number: Mapping[int, int]) -> "Candidates":
-        """Train an empty index for all features on a sample (M, D) float32 of them, see ``normalized``."""
-        codes = ProductCodes.create(len(row_of_number), model.width, model.metric)
+    def train(cls, sample: np.ndarray, count: int, model: ModelId, row_of_number: Mapping[int, int]) -> "Candidates":
+        """Train an empty index for ``count`` features on a sample (M, D) float32 of them, see ``normalized``."""
+        codes = ProductCodes.create(count, model.width, model.metric)
         codes.faiss.train(sample)
-        return cls(codes, len(row_of_number), row_of_number)
+        return cls(codes, count, row_of_number)
 
     def add(self, numbers: Sequence[int], features: np.ndarray) -> None:
         """Add features (N, D)."""

@@ -228,7 +228,7 @@ class MutableGallery(Gallery):
                 return None
             numbers = sorted(self._row_of_number)
             sample = self._matrix[sample_rows(len(self))]
-        built = Candidates.train(sample, self.model, self._row_of_number)
+        built = Candidates.train(sample, len(numbers), self.model, self._row_of_number)
         for start in range(0, len(numbers), _BLOCK):
             with self._lock:
                 block = [number for number in numbers[start : start + _BLOCK] if number in self._row_of_number]
@@ -293,15 +293,16 @@ class MutableGallery(Gallery):
     def _put(self, items: Sequence[Item], numbers: Sequence[int], features: np.ndarray) -> None:
         """Append items with features (N, D), or replace those with the same ids."""
         unit = normalized(features, self.model.metric)
-        rows = [self._row_of_id.setdefault(item.id, len(self._row_of_id)) for item in items]
-        if len(self._row_of_id) > len(self._buffer):
-            grown = np.empty((max(len(self._row_of_id), 2 * len(self)), self.model.width), np.float32)
+        count = len(self) + sum(item.id not in self._row_of_id for item in items)
+        if count > len(self._buffer):  # first, because there may be too little memory
+            grown = np.empty((max(count, 2 * len(self)), self.model.width), np.float32)
             grown[: len(self)] = self._matrix
             self._buffer = grown
+        rows = [self._row_of_id.setdefault(item.id, len(self._row_of_id)) for item in items]
         self._buffer[rows] = unit
         for row, item, number in zip(rows, items, numbers, strict=True):
             if row < len(self.items):
-                del self._row_of_number[self._numbers[row]]
+                self._row_of_number.pop(self._numbers[row], None)  # repeats in a damaged gallery
                 self.items[row], self._numbers[row] = _without_picture(item), number
             else:
                 self.items.append(_without_picture(item))

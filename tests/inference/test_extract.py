@@ -24,6 +24,7 @@ from fastamp.inference import image_folder, partial_rows
 from fastamp.inference.extract import extract
 from fastamp.inference.image_folder import open_source
 from fastamp.inference.image_list import list_images
+from fastamp.inference.outputs import PredictorOutput
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.open_gallery import open_gallery
 from fastamp.utils import lock
@@ -106,6 +107,14 @@ def killed_after(number, monkeypatch):
     monkeypatch.setattr(partial_rows, "_SAVE_SECONDS", -1.0)
 
 
+class Norm(PredictorOutput):
+    stored = True
+
+    def compute(self, model, batch):
+        features = model(batch)
+        return features, features.norm(dim=1, keepdim=True)
+
+
 def count_batches(predictor):
     """Return a list to which the model appends the number of images of each batch."""
     counts = []
@@ -136,6 +145,15 @@ def test_resumed_extraction_is_bit_identical_to_uninterrupted_extraction(
         with pytest.raises(KeyboardInterrupt):
             extract(predictor, images, out)
     (parts / "rows.f32").write_bytes(b"short")
+    extract(predictor, images, out)
+    assert out.read_bytes() == (tmp_path / "whole.npz").read_bytes()
+
+    # Parts with values of outputs that are not computed are not reused.
+    with monkeypatch.context() as patch:
+        patch.setattr(predictor, "outputs", {"norm": Norm(["norm"])})
+        killed_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            extract(predictor, images, out)
     extract(predictor, images, out)
     assert out.read_bytes() == (tmp_path / "whole.npz").read_bytes()
 

@@ -158,13 +158,36 @@ def test_candidates_are_built_while_the_gallery_changes(tmp_path, monkeypatch):
         thread.start()
         thread.join(10)
         assert not thread.is_alive()
-        return train(*args)
+        rows = dict(gallery._row_of_number)
+        gallery._row_of_number.clear()  # as while the changes of another process are read
+        try:
+            return train(*args)
+        finally:
+            gallery._row_of_number.update(rows)
 
     monkeypatch.setattr(Candidates, "train", change_while_training)
     monkeypatch.setattr(module, "WANTED_RECALL", 0.0)
     gallery.build_candidates()
     assert "3" not in gallery and len(gallery.index.numbers) == len(gallery) == 1500
     assert search(features[:1] + 0.1, gallery, 1, effort=1000).images.further["id"].tolist() == [["new"]]
+
+
+def test_gallery_is_unchanged_in_memory_if_there_is_none_for_new_items(tmp_path, monkeypatch):
+    gallery = MutableGallery(tmp_path / "a", model())
+    features = np.eye(4, WIDTH, dtype=np.float32)
+    gallery.add([Item("a")], features[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(module.np, "empty", raise_memory_error)
+        with pytest.raises(MemoryError):
+            gallery.add([Item("b"), Item("c")], features[1:3])
+    gallery.add([Item("d")], features[3:])
+    assert [gallery.item(name).id for name in ("a", "d")] == ["a", "d"] and "b" not in gallery
+    assert search(features[[0, 3]], gallery, 1).images.further["id"].tolist() == [["a"], ["d"]]
+    assert "b" in MutableGallery(tmp_path / "a")  # on the disk already
+
+
+def raise_memory_error(*args, **options):
+    raise MemoryError
 
 
 def acknowledged(lines, stored):

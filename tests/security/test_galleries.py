@@ -138,7 +138,7 @@ def test_hostile_candidates_are_not_used(tmp_path, subtests):
     values = [np.array("x"), np.zeros((2, 2)), np.array(-5), np.array(np.nan), np.zeros(0)]
     for name, value in itertools.product(names, values):
         with subtests.test(name=name, value=value):
-            candidates = Candidates.train(np.eye(200, 8, dtype=np.float32), model, dict.fromkeys(range(200)))
+            candidates = Candidates.train(np.eye(200, 8, dtype=np.float32), 200, model, {})
             candidates.add(list(range(200)), np.eye(200, 8, dtype=np.float32))
             candidates.effort, candidates.recall = 1, 0.99
             candidates.write(tmp_path / "candidates.index", "token")
