@@ -334,7 +334,8 @@ class OptimizationStep:
             torch._foreach_mul_(tensors, 1.0 / self.loss_scale)
         sharded_ids = self._sharded_ids()
         sharded = [number for number, p in enumerate(parameters) if id(p) in sharded_ids]
-        norms = norms_over_ranks(torch.stack(torch._foreach_norm(tensors)), sharded)
+        norms = torch.stack(torch._foreach_norm(tensors))
+        norms = norms_over_ranks(norms, sharded) if sharded else norms
         return Gradients(active, parameters, tensors, norms, torch.linalg.vector_norm(norms), sharded)
 
     def check_finite(self, gradients: Gradients) -> StepVerdict:

@@ -2,10 +2,12 @@
 
 from fastamp.engine import hooks
 from fastamp.engine.defaults import ConfigText, DefaultTrainer
-from fastamp.engine.hooks import Priority
+from fastamp.engine.hooks import HookBase, Priority
 from fastamp.engine.launch import launch
 from fastamp.engine.setup import default_setup
-from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer, HookBase, SimpleTrainer, TrainerBase
+from fastamp.engine.stages import Stage
+from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer, SimpleTrainer
+from fastamp.engine.trainer_base import TrainerBase
 from fastamp.utils.arguments import default_argument_parser
 from fastamp.utils.command_line import run_command_line
 
@@ -17,6 +19,7 @@ __all__ = [
     "HookBase",
     "Priority",
     "SimpleTrainer",
+    "Stage",
     "TrainerBase",
     "default_argument_parser",
     "default_setup",

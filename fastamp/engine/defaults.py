@@ -35,6 +35,7 @@ from fastamp.engine.evaluation import (
     report_evaluation,
     unwrap_single,
 )
+from fastamp.engine.hooks.base import HookBase
 from fastamp.engine.hooks.build import build_training_hooks
 from fastamp.engine.loggers import build_writers, check_loggers, closing_writers
 from fastamp.engine.previous_runs import move_earlier_run
@@ -55,8 +56,9 @@ from fastamp.engine.run_state import (
     recovery_hint,
 )
 from fastamp.engine.setup import check_links
+from fastamp.engine.stages import Stage, Stages
 from fastamp.engine.summary import summarize_run, warn_below_baselines
-from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
+from fastamp.engine.train_loop import TRAINER_REGISTRY, SimpleTrainer
 from fastamp.evaluation import DatasetEvaluator, update_bn_statistics
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.modeling import adapt_to_training_set, build_model
@@ -69,7 +71,6 @@ from fastamp.utils.errors import ConfigError, UserError, WriteError, writing
 from fastamp.utils.files import write_atomically
 from fastamp.utils.lock import lock_folder, unlock_folder
 from fastamp.utils.logger import end_run_in_log, log_to_console, log_to_file
-from fastamp.utils.plural import plural
 from fastamp.utils.sharding import replicated_tensors
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,11 @@ class DefaultTrainer:
         self.optimizers = self.build_optimizers()
         self.optimizer = self.optimizers["optimizer"]
         self.trainer = self.build_trainer()
+        iters_per_epoch = -(-self.data_loader.iters_per_epoch // self.trainer.accum_steps)
+        self.trainer.set_data(
+            iters_per_epoch, labels_checksum(self.data_loader), images_per_batch=cfg.SOLVER.IMS_PER_BATCH
+        )
+        self.stages = Stages([*self.trainer.earlier_stages, Stage("training", self.trainer, cfg.SOLVER.MAX_EPOCH)])
         self.average = self.build_weight_average(cfg, self.model)
         self.checkpointer = self.build_checkpointer()
         self.writers: list[Any] = []
@@ -144,7 +150,7 @@ class DefaultTrainer:
                     extra["average"]["kind"],
                     last,
                 )
-            logger.info("resuming from %s, saved after iteration %d", last, self.trainer.start_iter)
+            logger.info("resuming from %s, saved after iteration %d", last, self.stages.start_iter)
         elif self.cfg.MODEL.WEIGHTS:
             extra = self.checkpointer.load(self.cfg.MODEL.WEIGHTS)
             self.policy.compare(extra.get("policy"), "these weights were trained")
@@ -179,32 +185,25 @@ class DefaultTrainer:
             unlock_folder(output_dir)
 
     def _train(self) -> dict[str, Any]:
-        cfg, start = self.cfg, self.trainer.start_iter
+        cfg, start = self.cfg, self.stages.start_iter
         output_dir = Path(cfg.OUTPUT_DIR)
-        self.data_loader.start_at(self.trainer.batches_before(start))
         if start == 0 and self._resumed is None:
             move_earlier_run(output_dir)
         if comm.is_main_process():
             self.checkpointer.remove_leftovers()
             write_atomically(output_dir / "config.yaml", lambda file: file.write(cfg.saved_text().encode()))
             self.open_writers()
-        total = cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
-        if start >= total:
+        if not self.stages.left():
             logger.info(
                 "training is already complete: only evaluating\n  fix: to continue training, increase SOLVER.MAX_EPOCH"
             )
             with closing_writers(self.writers):
-                return unwrap_single(self._evaluate_finished_run(start))
-        logger.info(
-            "training %s of %s%s",
-            plural(cfg.SOLVER.MAX_EPOCH, "epoch"),
-            plural(self.trainer.iters_per_epoch, "iteration"),
-            f", from iteration {start + 1} of {total}" if start else "",
-        )
+                return unwrap_single(self._evaluate_finished_run())
         began = time.monotonic()
         try:
             with closing_writers(self.writers), self.stop.watching(), explain_lost_workers():
-                self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.trainer.iters_per_epoch)
+                for stage in self.stages.left():
+                    self.stages.train(stage)
         except NonFiniteParameters as error:
             raise NonFiniteParameters(f"{error}\n  {describe_last_checkpoint(self.checkpointer)}") from error
         except WriteError as error:
@@ -214,7 +213,7 @@ class DefaultTrainer:
             summarize_run(cfg, self.eval_hook.results, seconds=time.monotonic() - began, resumed=start > 0)
         return unwrap_single(self.eval_hook.results)
 
-    def _evaluate_finished_run(self, start: int) -> dict[str, dict[str, Any]]:
+    def _evaluate_finished_run(self) -> dict[str, dict[str, Any]]:
         """Evaluate a completed run.
 
         If the run was stopped before its last evaluation, save ``model_final`` and, if its score is the best,
@@ -222,7 +221,7 @@ class DefaultTrainer:
         """
         end = self.cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
         self.trainer.move_to(end - 1, self.cfg.SOLVER.MAX_EPOCH)
-        if start > end or self._resumed is None or self._resumed.stem == "model_final":
+        if self.trainer.start_iter > end or self._resumed is None or self._resumed.stem == "model_final":
             with self.evaluated_weights():
                 results = self.evaluate()
         else:
@@ -235,7 +234,7 @@ class DefaultTrainer:
 
     def register_hooks(self, hooks_: Iterable[HookBase]) -> None:
         """Register hooks in addition to those of ``build_hooks``; see ``TrainerBase.register_hooks`` for the order."""
-        self.trainer.register_hooks(hooks_)
+        self.stages.register_hooks(hooks_)
 
     def evaluate(self, loaders: dict[str, tuple[Any, int]] | None = None) -> dict[str, dict[str, Any]]:
         """Evaluate the current weights of the model in the precision set by ``SOLVER.AMP.EVAL_DTYPE``.
@@ -334,16 +333,10 @@ class DefaultTrainer:
 
     def build_hooks(self) -> list[HookBase]:
         """Build the training hooks in the order in which they are registered."""
-        cfg, iters_per_epoch = self.cfg, self.trainer.iters_per_epoch
-        batches_per_iteration = self.trainer.batches_before(iters_per_epoch) / iters_per_epoch
+        cfg = self.cfg
         return [
-            *build_training_hooks(cfg, self.model, self.average, iters_per_epoch),
-            hooks.PeriodicWriter(
-                cfg.LOG_PERIOD,
-                self.writers,
-                images_per_iteration=cfg.SOLVER.IMS_PER_BATCH * batches_per_iteration,
-                device=next(self.model.parameters()).device,
-            ),
+            *build_training_hooks(cfg, self.model, self.average, self.trainer.iters_per_epoch),
+            hooks.PeriodicWriter(cfg.LOG_PERIOD, self.writers, device=next(self.model.parameters()).device),
             self.eval_hook,
             hooks.PeriodicCheckpointer(
                 self.checkpointer,
@@ -356,15 +349,13 @@ class DefaultTrainer:
             self.stop,
         ]
 
-    def build_trainer(self) -> TrainerBase:
+    def build_trainer(self) -> SimpleTrainer:
         """Build the training loop selected by ``SOLVER.TRAINER``."""
         cfg, name = self.cfg, self.cfg.SOLVER.TRAINER
         if name == "auto":
             name = "AMPTrainer" if cfg.SOLVER.AMP.ENABLED else "SimpleTrainer"
         parts = {"model": self.model, "data_loader": self.data_loader, "optimizers": list(self.optimizers.values())}
         trainer = TRAINER_REGISTRY.build(name, cfg, **parts)
-        iters_per_epoch = -(-self.data_loader.iters_per_epoch // cfg.SOLVER.ACCUM_STEPS)
-        trainer.set_data(iters_per_epoch, labels_checksum(self.data_loader))
         logger.info("%s, precision: %s", name, trainer.policy.describe())
         return trainer
 
@@ -395,7 +386,7 @@ class DefaultTrainer:
         run = {"random": RandomState(), "policy": TrainerPolicy(self.trainer), "config": ConfigText(self.cfg)}
         if (sampling := SamplingState(self.model)).modules:
             run |= {"sampling": sampling}
-        return average | optimizers | {"trainer": self.trainer} | run
+        return average | optimizers | {"trainer": self.stages} | run
 
     def build_best_checkpointer(self) -> Checkpointer:
         """Return the checkpointer that saves the best model."""
@@ -415,8 +406,8 @@ class DefaultTrainer:
         )
 
     def build_writers(self) -> list[Any]:
-        """Build the writers of ``metrics.json`` and of the loggers in ``LOGGERS``, from ``trainer.start_iter`` on."""
-        return build_writers(self.cfg, self.trainer.start_iter)
+        """Build the writers of ``metrics.json`` and of the loggers in ``LOGGERS``, from ``stages.start_iter`` on."""
+        return build_writers(self.cfg, self.stages.start_iter)
 
     def open_writers(self) -> None:
         """Add the writers of ``build_writers`` to ``writers``. Called on rank 0 when the training starts."""

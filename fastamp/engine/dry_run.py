@@ -23,9 +23,11 @@ from fastamp.data.samplers import InferenceSampler
 from fastamp.diagnostics import environment_queries
 from fastamp.engine import hooks
 from fastamp.engine.defaults import DefaultTrainer
+from fastamp.engine.hooks.base import HookBase
 from fastamp.engine.hooks.freeze import freeze_length
 from fastamp.engine.setup import default_setup
-from fastamp.engine.train_loop import HookBase
+from fastamp.engine.stages import Stage
+from fastamp.engine.train_loop import SimpleTrainer
 from fastamp.engine.unreached import find_unreached_events
 from fastamp.evaluation import Protocol
 from fastamp.utils import comm
@@ -59,13 +61,14 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
     trainer = _DryRunTrainer(cfg)
     trainer.resume_or_load(resume=resume, folder=output_dir)
     trainer.trainer.precision_diagnostics.disable_crash_dumps()  # crash dumps in a temporary folder are useless
-    left = cfg.SOLVER.MAX_EPOCH * trainer.trainer.iters_per_epoch - trainer.trainer.start_iter
     rows = _describe_model(trainer)
     if events := find_unreached_events(cfg, trainer.trainer.iters_per_epoch):
         rows.append(["not reached", "; ".join(events)])
-    if left > 0:
-        seconds = _train(trainer)
-        rows.append(["training", _describe_training(trainer, seconds)])
+    stages = [stage for stage in trainer.stages.left() if stage.trainer.start_iter < stage.trainer.max_iter]
+    loops = [stage.trainer for stage in stages]
+    seconds = [_train(trainer, stage) for stage in stages]
+    for loop, measured in zip(loops, seconds, strict=True):
+        rows.append([loop.stage_name or "training", _describe_training(trainer, loop, measured)])
     columns = Protocol.from_config(cfg).columns
     loaders = {
         name: (_TimedLoader(_subset_loader(*test_loader, columns)), *test_loader)
@@ -73,9 +76,11 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
     }
     rows += _evaluate(trainer, loaders)
     rows.append(["memory", _describe_memory(next(trainer.model.parameters()).device)])
-    if left > 0:
+    if loops:
         evaluation = sum(len(full.dataset) / subset.images_per_second for subset, full, _ in loaders.values())
-        rows.append(["total", _describe_duration(trainer, left * seconds[-1], evaluation)])
+        left = [loop.max_iter - loop.start_iter for loop in loops]
+        training = sum(count * measured[-1] for count, measured in zip(left, seconds, strict=True))
+        rows.append(["total", _describe_duration(trainer, sum(left), training, evaluation)])
         rows.append(["checkpoints", _describe_checkpoints(trainer, free)])
     else:
         rows.append(["total", "the training is complete; increase SOLVER.MAX_EPOCH to continue training"])
@@ -130,14 +135,12 @@ class _Stopwatch(HookBase):
         return time.perf_counter()
 
 
-def _train(trainer: DefaultTrainer) -> list[float]:
-    """Run up to ``NUM_ITERATIONS`` iterations and return the duration of each in seconds."""
-    loop = trainer.trainer
+def _train(trainer: DefaultTrainer, stage: Stage) -> list[float]:
+    """Run up to ``NUM_ITERATIONS`` iterations of a stage and return the duration of each in seconds."""
     stopwatch = _Stopwatch(next(trainer.model.parameters()).device)
-    trainer.register_hooks([stopwatch])
-    trainer.data_loader.start_at(loop.batches_before(loop.start_iter))
+    stage.trainer.register_hooks([stopwatch])
     with suppress(_StopDryRun):
-        loop.train(loop.start_iter, trainer.cfg.SOLVER.MAX_EPOCH, loop.iters_per_epoch)
+        trainer.stages.train(stage)
     return stopwatch.seconds
 
 
@@ -241,14 +244,14 @@ def _describe_model(trainer: DefaultTrainer) -> list[list[str]]:
     ]
 
 
-def _describe_training(trainer: DefaultTrainer, seconds: list[float]) -> str:
-    cfg, loop = trainer.cfg, trainer.trainer
-    end = loop.start_iter + len(seconds)
-    images = cfg.SOLVER.IMS_PER_BATCH * (loop.batches_before(end) - loop.batches_before(end - 1))
+def _describe_training(trainer: DefaultTrainer, loop: SimpleTrainer, seconds: list[float]) -> str:
+    cfg, end = trainer.cfg, loop.start_iter + len(seconds)
+    images = loop.images_per_batch * (loop.batches_before(end) - loop.batches_before(end - 1))
     text = f"{images / seconds[-1]:.0f} images/s: {seconds[-1]:.3f} s for the measured iteration"
     if len(seconds) > 1:
         text += f"; {seconds[0]:.3f} s for the warm-up iteration"
-    if cfg.MODEL.FREEZE_LAYERS and end <= freeze_length(cfg, loop.iters_per_epoch) < loop.max_iter:
+    frozen = freeze_length(cfg, loop.iters_per_epoch) if cfg.MODEL.FREEZE_LAYERS and loop.is_last_stage else 0
+    if end <= frozen < loop.max_iter:
         text += "; iterations take longer once MODEL.FREEZE_LAYERS is no longer frozen"
     return text
 
@@ -261,13 +264,12 @@ def _describe_memory(device: torch.device) -> str:
     return f"peak of {peak_memory_mb(device):.0f} MiB{scope}{of_total}"
 
 
-def _describe_duration(trainer: DefaultTrainer, training: float, evaluation: float) -> str:
+def _describe_duration(trainer: DefaultTrainer, iterations: int, training: float, evaluation: float) -> str:
     cfg = trainer.cfg
     period, last = cfg.TEST.EVAL_PERIOD, cfg.SOLVER.MAX_EPOCH
     count = sum(epoch % period == 0 or epoch == last for epoch in _epochs_left(trainer))
     count += cfg.TEST.EVAL_START and trainer.trainer.start_iter == 0
     without = ["ranking", *(["precise batch norm"] if cfg.TEST.PRECISE_BN.ENABLED else []), "saving"]
-    iterations = last * trainer.trainer.iters_per_epoch - trainer.trainer.start_iter
     return (
         f"{format_duration(training + count * evaluation)}: {iterations} iterations {format_duration(training)}, "
         f"{count} evaluations {format_duration(count * evaluation)} (excluding {', '.join(without)})"

@@ -158,7 +158,7 @@ def test_dry_run_reports_untested_ranking_if_no_query_has_a_match(dry_run, demo_
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_dry_run_removes_temporary_files_and_restores_handler_after_signal(dry_run, monkeypatch, tmp_path, number):
-    monkeypatch.setattr("fastamp.engine.dry_run._train", lambda trainer: os.kill(os.getpid(), number))
+    monkeypatch.setattr("fastamp.engine.dry_run._train", lambda trainer, stage: os.kill(os.getpid(), number))
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stopped:
         dry_run()

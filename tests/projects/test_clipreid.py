@@ -86,8 +86,8 @@ def test_model_equals_the_original_program(case, tmp_path, without_initializatio
     assert reference_weights.difference(after, arrays[f"{case} after"]) < 1e-4
     assert reference_weights.difference(model.text_features[expected["text_ids"]], arrays[f"{case} text"]) < 1e-4
     batch = batch_of(reference_weights.images(expected["input_size"], 4), expected["train_targets"])
-    stage1, targets = model.prompt_image_features(batch), batch["targets"]
     with torch.no_grad():
+        stage1, targets = model.prompt_image_features(batch), batch["targets"]
         assert reference_weights.difference(model.prompt_image_features(images), arrays[f"{case} stage1_image"]) < 1e-4
     texts = model.text_features[targets]
     losses = expected["stage1_losses"]
@@ -264,18 +264,19 @@ def test_batches_of_cached_features_cover_an_epoch_and_continue_anywhere():
     from clipreid.trainer import CachedFeatures
 
     features, targets = torch.arange(10.0)[:, None], torch.arange(10)
-    loader = CachedFeatures(features, targets, batch_size=4, seed=3)
+    loader = CachedFeatures(10, batch_size=4, seed=3)
+    loader.cache(features, targets)
     whole = [batch["targets"].tolist() for batch in islice(loader, 7)]
     assert [len(batch) for batch in whole] == [4, 4, 2, 4, 4, 2, 4]
     assert sorted(functools.reduce(operator.iadd, whole[:3], [])) == list(range(10)) and whole[:3] != whole[3:6]
     loader.start_at(4)
     assert [batch["targets"].tolist() for batch in islice(loader, 3)] == whole[4:]
-    assert CachedFeatures(features, targets, batch_size=5, seed=0).iters_per_epoch == 2
+    assert CachedFeatures(10, batch_size=5, seed=0).iters_per_epoch == 2
 
 
 RUN = ("DATALOADER.NUM_WORKERS", "0", "SOLVER.IMS_PER_BATCH", "16", "SOLVER.MAX_EPOCH", "2", "TEST.REPORT", "False",
        "SOLVER.CHECKPOINT_PERIOD", "1", "TEST.EVAL_PERIOD", "2", "CLIPREID.STAGE1.MAX_EPOCH", "4", "TEST.BASELINES",
-       "False", "CLIPREID.STAGE1.IMS_PER_BATCH", "40", "CLIPREID.STAGE1.CHECKPOINT_PERIOD", "2", "SOLVER.WARMUP_ITERS",
+       "False", "CLIPREID.STAGE1.IMS_PER_BATCH", "40", "SOLVER.WARMUP_ITERS",
        "0", "SOLVER.DELAY_EPOCHS", "0")  # fmt: skip
 
 
@@ -295,9 +296,7 @@ class StopAt(HookBase):
 
 
 @pytest.mark.integration
-def test_run_trains_both_stages_and_each_resumes_bit_for_bit(runs, monkeypatch):
-    from clipreid import trainer as module
-
+def test_run_trains_both_stages_and_each_resumes_bit_for_bit(runs):
     torch.manual_seed(0)
     whole = DefaultTrainer(run_config(runs / "whole"))
     initial = {name: value.clone() for name, value in whole.model.state_dict().items()}
@@ -309,22 +308,14 @@ def test_run_trains_both_stages_and_each_resumes_bit_for_bit(runs, monkeypatch):
     assert not any(name.startswith("text_encoder.") or "token_" in name for name in changed)
     assert "saved" in (runs / "whole/log.txt").read_text()
 
-    # Stage 1 stops in its fourth epoch, after the checkpoint of the second.
-    with monkeypatch.context() as patch:
-        original = module._StageHook.before_epoch
-
-        def stop(self):
-            original(self)
-            if self.trainer.epoch == 3:
-                raise InterruptedError
-
-        patch.setattr(module._StageHook, "before_epoch", stop)
-        torch.manual_seed(0)
-        first = DefaultTrainer(run_config(runs / "part"))
-        first.resume_or_load(resume=False)
-        with pytest.raises(InterruptedError):
-            first.train()
-    assert (runs / "part/last_checkpoint").read_text() == "model_stage1.pth"
+    # Stage 1 stops in its fourth epoch, after the checkpoint of the third.
+    torch.manual_seed(0)
+    first = DefaultTrainer(run_config(runs / "part"))
+    first.stages.current.trainer.register_hooks([StopAt(3)])
+    first.resume_or_load(resume=False)
+    with pytest.raises(InterruptedError):
+        first.train()
+    assert (runs / "part/last_checkpoint").read_text() == "model_0002.pth"
     # Stage 2 stops in its second epoch.
     second = DefaultTrainer(run_config(runs / "part"))
     second.register_hooks([StopAt(1)])
@@ -335,7 +326,7 @@ def test_run_trains_both_stages_and_each_resumes_bit_for_bit(runs, monkeypatch):
     assert torch.equal(prompts, state["prompt_learner.cls_ctx"]), (
         (prompts - state["prompt_learner.cls_ctx"]).abs().max()
     )
-    assert second.trainer.prompts_done
+    assert second.stages.current.trainer is second.trainer
     third = DefaultTrainer(run_config(runs / "part"))
     third.resume_or_load(resume=True)
     third.train()

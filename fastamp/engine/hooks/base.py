@@ -4,7 +4,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastamp.engine.train_loop import TrainerBase
+    from fastamp.engine.trainer_base import TrainerBase
 
 
 class Priority(IntEnum):
@@ -22,7 +22,7 @@ class Priority(IntEnum):
 class HookBase:
     """Base class of hooks: callbacks at fixed points of the training loop.
 
-    At each point, the hooks are called by ``priority``. Order of the points:
+    At each point, the hooks are called by ``priority``. Order of the points, in each stage of the run:
 
         before_train()
         for each epoch:
@@ -46,16 +46,19 @@ class HookBase:
         trainer: the trainer, set by ``register_hooks``.
         priority: number, see ``Priority``, read by ``register_hooks``. The checks of the trainer are VERY_HIGH. Hooks
             that save the state of the run are LOW, so that they save the updated state of the others. Default NORMAL.
+        every_stage: whether ``DefaultTrainer.register_hooks`` adds the hook to all stages of the run; else, only to the
+            last. Default False.
     """
 
     trainer: "TrainerBase"
     priority: int = Priority.NORMAL
+    every_stage = False
 
     def before_train(self) -> None:
-        """Called before the first iteration."""
+        """Called before the first iteration of a stage."""
 
     def after_train(self) -> None:
-        """Called after the last iteration. Not called after an error or an interruption."""
+        """Called after the last iteration of a stage. Not called after an error or an interruption."""
 
     def before_epoch(self) -> None:
         """Called before the first iteration of an epoch."""

@@ -23,7 +23,8 @@ class PeriodicCheckpointer(HookBase):
 
     Checkpoints saved every ``period`` epochs are named ``model_<epoch>``, where epochs count from 0. Checkpoints due
     by ``iterations`` or ``minutes`` are named ``model_iter_<number of iterations>``. If both are due at the end of an
-    epoch, only ``model_<epoch>`` is saved. At the end of an epoch, checkpoints are saved after the evaluation.
+    epoch, only ``model_<epoch>`` is saved. At the end of an epoch, checkpoints are saved after the evaluation. The
+    names count from the start of the run, the periods from the start of a stage.
 
     Args:
         checkpointer: writes the files.
@@ -35,6 +36,7 @@ class PeriodicCheckpointer(HookBase):
     """
 
     priority = Priority.LOW
+    every_stage = True
 
     def __init__(
         self,
@@ -62,20 +64,23 @@ class PeriodicCheckpointer(HookBase):
     def after_step(self) -> None:
         ends_epoch = (self.trainer.iter + 1) % self.trainer.iters_per_epoch == 0
         if not ends_epoch and (self._is_due_by_iterations() or self._is_due_by_minutes()):
-            self._save(f"model_iter_{self.trainer.iter + 1:07d}")
+            self._save(self._iteration_name())
 
     def after_epoch(self) -> None:
         epochs_done = self.trainer.epoch + 1
-        if epochs_done == self.trainer.max_epoch:
+        if epochs_done == self.trainer.max_epoch and self.trainer.is_last_stage:
             path = self.checkpointer.save("model_final")
             logger.info("saved %s", path)
             if comm.is_main_process() and any(adapted_modules(self.checkpointer.model)):
                 logger.info("saved the LoRA adapters: %s", strip(path, adapters=True).path)
         elif epochs_done % self.period == 0:
-            self._save(f"model_{self.trainer.epoch:04d}")
+            self._save(f"model_{self.trainer.epochs_before + self.trainer.epoch:04d}")
         # Includes the time of the evaluation.
         elif self._is_due_by_iterations() or (self.minutes and comm.any_across_ranks(self._minutes_passed())):
-            self._save(f"model_iter_{self.trainer.iter + 1:07d}")
+            self._save(self._iteration_name())
+
+    def _iteration_name(self) -> str:
+        return f"model_iter_{self.trainer.iters_before + self.trainer.iter + 1:07d}"
 
     def _is_due_by_iterations(self) -> bool:
         return bool(self.iterations) and (self.trainer.iter + 1) % self.iterations == 0

@@ -165,7 +165,7 @@ class EvalHook(HookBase):
             return
         row = {key: value for name, metrics in self.results.items() for key, value in _flatten_metrics(name, metrics)}
         for writer in self.writers:
-            writer.write(iteration, {"epoch": epoch, **row})
+            writer.write(self.trainer.iters_before + iteration, {"epoch": self.trainer.epochs_before + epoch, **row})
         score = comm.broadcast_scalar(self.metric.of(self.results) if self.results else 0.0)
         if self.best is None or math.isnan(self.best) or score > self.best:
             self.best = score

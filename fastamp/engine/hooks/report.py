@@ -29,12 +29,13 @@ class ReportHook(HookBase):
         if run is None:
             return
         write_training_report(run)
+        iteration = self.trainer.iters_before + self.trainer.iter
         writers = [writer for writer in self.writers if hasattr(writer, "write_image")]
         clusters = sheet_image(run.clusters) if run.clusters is not None else None
         for writer in writers if clusters is not None else ():
-            writer.write_image(self.trainer.iter, "clusters", clusters)
+            writer.write_image(iteration, "clusters", clusters)
         for test_set in run.sets if writers else ():
             image = rank_list_image(test_set)
             if image is not None:
                 for writer in writers:
-                    writer.write_image(self.trainer.iter, f"worst_queries/{test_set.name}", image)
+                    writer.write_image(iteration, f"worst_queries/{test_set.name}", image)

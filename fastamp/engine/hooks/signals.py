@@ -31,6 +31,7 @@ class StopOnSignal(HookBase):
     """
 
     priority = Priority.LOW
+    every_stage = True
     SIGNALS = STOP_SIGNALS
     SAME_WITHIN = 1.0  # seconds
 
@@ -72,7 +73,7 @@ class StopOnSignal(HookBase):
             self._stop_if(self.trainer.rank_maxima.get(self))
 
     def after_epoch(self) -> None:
-        if self.trainer.iter + 1 < self.trainer.max_iter:
+        if self.trainer.iter + 1 < self.trainer.max_iter or not self.trainer.is_last_stage:
             self._stop_if(comm.max_over_ranks(self._number()))  # includes signals received during the evaluation
 
     def _number(self) -> int:

@@ -15,25 +15,28 @@ logger = logging.getLogger(__name__)
 
 
 class PeriodicWriter(HookBase):
-    """Write and log metrics every ``period`` iterations and at the end of the run, and show a progress bar.
+    """Write and log metrics every ``period`` iterations and at the end of a stage, and show a progress bar.
+
+    Writers receive iterations and epochs from the start of the run; the log and the time left are those of the stage.
 
     Args:
         period: log period in iterations.
         writers: objects with ``write(iteration, metrics)`` and ``close()``.
-        images_per_iteration: mean number of images per iteration, used to compute the throughput.
         device: device of the model, whose peak memory use is logged.
     """
 
-    def __init__(self, period: int, writers: list[Any], *, images_per_iteration: int, device: torch.device) -> None:
+    every_stage = True
+
+    def __init__(self, period: int, writers: list[Any], *, device: torch.device) -> None:
         self.period = period
         self.writers = writers
-        self.images_per_iteration = images_per_iteration
         self.device = device
 
     def before_train(self) -> None:
-        self._bar = ProgressBar(self.trainer.max_iter, "training", done=self.trainer.start_iter)
+        trainer = self.trainer
+        self._bar = ProgressBar(trainer.max_iter, trainer.stage_name or "training", done=trainer.start_iter)
         self._busy = 0.0
-        self._written = self.trainer.start_iter
+        self._written = trainer.start_iter
 
     def after_step(self) -> None:
         trainer = self.trainer
@@ -43,27 +46,22 @@ class PeriodicWriter(HookBase):
             return
         metrics = _mean_losses(trainer.metrics.flush())
         steps = done - trainer.start_iter
-        metrics["images_per_second"] = self.images_per_iteration / metrics["time"]
+        batches_per_iteration = trainer.batches_before(trainer.iters_per_epoch) / trainer.iters_per_epoch
+        metrics["images_per_second"] = trainer.images_per_batch * batches_per_iteration / metrics["time"]
         # Training steps only, without evaluations.
         self._busy += metrics["time"] * (done - self._written)
         self._written = done
         metrics["eta_seconds"] = self._busy / steps * (trainer.max_iter - done)
         metrics["peak_memory_mb"] = peak_memory_mb(self.device)
-        metrics["epoch"] = trainer.epoch  # from 0; so is the iteration
-        for writer in self.writers:
-            writer.write(trainer.iter, metrics)
         self._bar.note_line()
-        logger.info("%s", console_line(done, trainer.max_iter, metrics, epochs=trainer.max_epoch))
+        line = console_line(done, trainer.max_iter, metrics | {"epoch": trainer.epoch}, epochs=trainer.max_epoch)
+        logger.info("%s%s", f"{trainer.stage_name}: " if trainer.stage_name else "", line)
+        metrics["epoch"] = trainer.epochs_before + trainer.epoch  # from 0; so is the iteration
+        for writer in self.writers:
+            writer.write(trainer.iters_before + trainer.iter, metrics)
 
     def after_train(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the writers and the progress bar. Can be called twice."""
-        if hasattr(self, "_bar"):
-            self._bar.close()
-        for writer in self.writers:
-            writer.close()
+        self._bar.close()
 
 
 def _mean_losses(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from fastamp.data.build import with_num_categories, with_num_classes
 from fastamp.engine import defaults, train_loop
 from fastamp.engine.evaluation import EvaluationOutput, check_test_set
 from fastamp.engine.hooks import BestMetric
+from fastamp.engine.hooks import HookBase as CoreHook
 from fastamp.engine.hooks import LRScheduler as ScheduleHook
-from fastamp.engine.run_state import labels_checksum
 from fastamp.engine.setup import default_setup
-from fastamp.engine.train_loop import HookBase as CoreHook
 from fastamp.fastreid.data.build import build_reid_test_loader, build_reid_train_loader
 from fastamp.fastreid.engine import hooks
 from fastamp.fastreid.engine.train_loop import (
@@ -114,7 +113,7 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
             vars(loop)["train"] = partial(train_loop.SimpleTrainer.train, loop)  # from an iteration instead of an epoch
 
         def build_trainer() -> Any:
-            loop.set_data(-(-self.data_loader.iters_per_epoch // loop.accum_steps), labels_checksum(self.data_loader))
+            vars(loop)["data_loader"] = self.data_loader
             return loop
 
         given = {

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fastamp.amp import LossScaler
 from fastamp.config import get_cfg
-from fastamp.engine import train_loop
+from fastamp.engine import hooks, train_loop, trainer_base
 from fastamp.fastreid.overrides import overrides, warn_of_uncalled_methods
 from fastamp.fastreid.utils.events import RunStorage
 
@@ -19,7 +19,7 @@ POINTS = ("before_train", "after_train", "before_epoch", "after_epoch", "before_
 """Methods of hooks and trainers that FastReID calls."""
 
 
-class HookBase(train_loop.HookBase):
+class HookBase(hooks.HookBase):
     """Base class of hooks. In a run of ``DefaultTrainer``, ``trainer`` is the ``DefaultTrainer``, as in FastReID."""
 
     trainer: Any
@@ -50,7 +50,7 @@ class Points:
     before_train = after_train = before_epoch = after_epoch = before_step = after_step = _do_nothing
 
 
-class TrainerBase(Points, train_loop.TrainerBase):
+class TrainerBase(Points, trainer_base.TrainerBase):
     """Training loop with FastReID's arguments; a subclass defines ``run_step``."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -60,9 +60,9 @@ class TrainerBase(Points, train_loop.TrainerBase):
         self.storage = RunStorage(self)
         self.register_hooks([MethodsHook(self, Points)])
 
-    def register_hooks(self, hooks: Iterable[train_loop.HookBase | None]) -> None:
+    def register_hooks(self, added: Iterable[hooks.HookBase | None]) -> None:
         """Add hooks; None is ignored."""
-        super().register_hooks([hook for hook in hooks if hook is not None])
+        super().register_hooks([hook for hook in added if hook is not None])
 
     def train(self, start_epoch: int, max_epoch: int, iters_per_epoch: int) -> None:
         """Run the epochs ``start_epoch`` to ``max_epoch - 1``."""

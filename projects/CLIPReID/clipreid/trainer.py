@@ -18,15 +18,12 @@ from fastamp.amp import LossScaler
 from fastamp.config import CfgNode, Key
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
-from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
-from fastamp.engine.hooks import HookBase, LRScheduler, Priority, StopOnSignal
+from fastamp.engine import Stage
+from fastamp.engine.hooks import LRScheduler
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
 from fastamp.feature_pass import collect_features
 from fastamp.solver.lr_schedule import EpochCosineSchedule
-from fastamp.solver.state import OptimizerState
-from fastamp.utils import comm
-from fastamp.utils.command_line import TrainingInterrupted
-from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.errors import ConfigError
 from fastamp.utils.plural import plural
 
 logger = logging.getLogger(f"fastamp.{__name__}")
@@ -39,14 +36,7 @@ KEYS = (
     Key("CLIPREID.STAGE1.WARMUP_LR", 1e-5, "CLIP-ReID: rate from which the warm-up of the first stage rises.", low=0),
     Key("CLIPREID.STAGE1.ETA_MIN_LR", 1e-6, "CLIP-ReID: rate of the last epoch of the first stage.", low=0),
     Key("CLIPREID.STAGE1.WEIGHT_DECAY", 1e-4, "CLIP-ReID: weight decay of the prompts.", low=0),
-    Key(
-        "CLIPREID.STAGE1.CHECKPOINT_PERIOD",
-        20,
-        "CLIP-ReID: period of checkpoints in the first stage, in epochs.",
-        low=1,
-    ),
 )
-CHECKPOINT = "model_stage1"
 
 
 class PromptLosses(nn.Module):
@@ -76,16 +66,29 @@ class CachedFeatures:
     Batch n depends on the seed only. The last batch of an epoch may be smaller.
 
     Args:
-        features: (N, D) float32.
-        targets: (N,) int64.
+        size: number N of features.
         batch_size: features per batch.
         seed: seed of the order.
+
+    Attributes:
+        features: (N, D) float32; None before ``cache`` and after ``clear``.
+        targets: (N,) int64.
     """
 
-    def __init__(self, features: torch.Tensor, targets: torch.Tensor, *, batch_size: int, seed: int) -> None:
-        self.features, self.targets, self.batch_size, self.seed = features, targets, batch_size, seed
-        self.iters_per_epoch = math.ceil(len(features) / batch_size)
+    def __init__(self, size: int, *, batch_size: int, seed: int) -> None:
+        self.size, self.batch_size, self.seed = size, batch_size, seed
+        self.iters_per_epoch = math.ceil(size / batch_size)
         self._start = 0
+        self.clear()
+
+    def cache(self, features: torch.Tensor, targets: torch.Tensor) -> None:
+        """Set the features and targets."""
+        self.features, self.targets = features, targets
+
+    def clear(self) -> None:
+        """Release the memory of the features."""
+        self.features: torch.Tensor | None = None
+        self.targets: torch.Tensor | None = None
 
     def start_at(self, batch: int) -> None:
         """Start the next iterator at a batch, counted from the start of training."""
@@ -95,68 +98,70 @@ class CachedFeatures:
         epoch, skip = divmod(self._start, self.iters_per_epoch)
         while True:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            order = torch.randperm(len(self.features), generator=generator)
+            order = torch.randperm(self.size, generator=generator)
             for rows in order.split(self.batch_size)[skip:]:
                 rows = rows.to(self.features.device)
                 yield {"features": self.features[rows], "targets": self.targets[rows]}
             epoch, skip = epoch + 1, 0
 
 
-class _StageHook(HookBase):
-    """Log the losses of each epoch, save checkpoints, and stop on a signal.
+class PromptTrainer(AMPTrainer):
+    """Training loop of the first stage: trains the prompts, with the features of the training images.
 
     Args:
-        outer: trainer of the run.
-        period: period of checkpoints in epochs.
+        clipreid: model whose prompts are trained.
+        images: loader of the training images without augmentation.
+        identities: (K,) int64, checksums of the identities; see ``identity_checksums``.
+        args, options: see ``AMPTrainer``; the loader is a ``CachedFeatures``.
     """
 
-    priority = Priority.LOW
+    def __init__(
+        self, *args: Any, clipreid: CLIPReID, images: Iterable[dict[str, Any]], identities: torch.Tensor, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.clipreid, self.images, self.identities = clipreid, images, identities
 
-    def __init__(self, outer: "CLIPReIDTrainer", period: int) -> None:
-        self.outer, self.period = outer, period
-        self._sums: dict[str, torch.Tensor] = {}
-        self._steps = 0
+    def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
+        """Train the prompts, and compute the text features.
 
-    def before_epoch(self) -> None:
-        self._sums, self._steps = {}, 0
+        Raises:
+            ConfigError: if there are no epochs, and the prompts are of other identities.
+        """
+        prompts = self.clipreid.prompt_learner
+        if max_epoch == 0:
+            check_identities(prompts.identities, self.identities)
+        prompts.identities.copy_(self.identities)
+        prompts.cls_ctx.requires_grad_(True)
+        super().train(start_iter, max_epoch, iters_per_epoch)
+        prompts.cls_ctx.requires_grad_(False)
+        self.data_loader.clear()
+        self.clipreid.update_text_features()
+        logger.info("computed the text features of %s", plural(len(self.identities), "identity", "identities"))
 
-    def after_step(self) -> None:
-        self._steps += 1
-        for name, value in self.trainer.losses.items():
-            self._sums[name] = self._sums.get(name, 0) + value
-        stop = self.outer.stop_hook()
-        if stop is None:
-            return
-        number = stop.received or 0
-        if number := int(comm.max_over_ranks(number)) if comm.is_distributed() else number:
-            path = stop.checkpointer.save("model_interrupted")
-            comm.synchronize()
-            raise TrainingInterrupted(number, str(path))
-
-    def after_epoch(self) -> None:
-        trainer = self.trainer
-        losses = ", ".join(f"{name} {float(value) / self._steps:.4f}" for name, value in self._sums.items())
-        rate = trainer.optimizers[0].param_groups[0]["lr"]
-        logger.info("prompts: epoch %d of %d: %s, lr %.3g", trainer.epoch + 1, trainer.max_epoch, losses, rate)
-        stop = self.outer.stop_hook()
-        if stop is not None and (trainer.epoch + 1) % self.period == 0 and trainer.epoch + 1 < trainer.max_epoch:
-            logger.info("saved %s", stop.checkpointer.save(CHECKPOINT))
+    def prepare_epoch(self) -> bool:
+        """Compute the projections of the training images before the first epoch, and after a resume."""
+        if self.data_loader.features is not None:
+            return False
+        columns = collect_features(
+            self.clipreid,
+            self.images,
+            self.policy,
+            forward=CLIPReID.prompt_image_features,
+            columns={"targets": itemgetter("targets")},
+            title="caching features",
+            on_all_ranks=False,
+        )
+        device = self.clipreid.device
+        self.data_loader.cache(columns["features"].to(device), columns["targets"].to(device))
+        return True
 
 
 @TRAINER_REGISTRY.register()
 class CLIPReIDTrainer(AMPTrainer):
-    """Trainer that first trains the prompts, in its method ``train``, and then the image encoder.
+    """Trainer of the image encoder, in the second stage of the run; the first one is that of ``PromptTrainer``.
 
-    Both stages are part of one run: checkpoints of the first stage contain the state of the prompts' optimizer, and the
-    run continues in the stage in which it was interrupted. The precision of both stages is that of ``SOLVER.AMP``.
+    The precision of both stages is that of ``SOLVER.AMP``.
     """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.config: Any = None
-        self.prompts_done = False
-        self._stage: tuple[AMPTrainer, OptimizerState] | None = None
-        self._saved: dict[str, Any] = {}
 
     @classmethod
     def from_config(
@@ -179,114 +184,44 @@ class CLIPReIDTrainer(AMPTrainer):
             )
         trainer = super().from_config(cfg, model=model, data_loader=data_loader, optimizers=optimizers)
         assert isinstance(trainer, cls)
-        trainer.config = cfg
+        trainer.step.set_frozen(("prompt_learner", "text_encoder"))
+        trainer.earlier_stages.append(build_prompt_stage(cfg, model, data_loader.dataset, trainer))
         return trainer
 
-    def stop_hook(self) -> StopOnSignal | None:
-        """Return the hook that receives stop signals and has the checkpointer of the run; None in a dry run."""
-        return next((hook for hook in self._hooks if isinstance(hook, StopOnSignal)), None)
 
-    def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
-        """Train the prompts, unless that is done, and run the training loop of the image encoder."""
-        if not self.prompts_done:
-            self._train_prompts()
-            self.prompts_done, self._stage, self._saved = True, None, {}
-        self.step.set_frozen(("prompt_learner", "text_encoder"))
-        super().train(start_iter, max_epoch, iters_per_epoch)
+def build_prompt_stage(cfg: CfgNode, model: CLIPReID, dataset: ReidDataset, images: AMPTrainer) -> Stage:
+    """Build the first stage from ``CLIPREID.STAGE1``.
 
-    def _train_prompts(self) -> None:
-        model, options = self.model, self.config.CLIPREID.STAGE1
-        identities = identity_checksums(self.data_loader.dataset).to(model.device)
-        if options.MAX_EPOCH == 0:
-            check_identities(model.prompt_learner.identities, identities)
-        model.prompt_learner.identities.copy_(identities)
-        if options.MAX_EPOCH:
-            self._run_stage()
-        model.update_text_features()
-        logger.info("computed the text features of %s", plural(len(identities), "identity", "identities"))
-
-    def _run_stage(self) -> None:
-        """Train the prompts on the cached features of the training set.
-
-        Raises:
-            WeightsError: if the state of the first stage in the checkpoint does not fit.
-        """
-        model, options = self.model, self.config.CLIPREID.STAGE1
-        features, targets = self._cache_features()
-        loader = CachedFeatures(features, targets, batch_size=options.IMS_PER_BATCH, seed=max(self.config.SEED, 0))
-        module = PromptLosses(model)
-        vectors = model.prompt_learner.cls_ctx.requires_grad_(True)
-        group = {"params": [vectors], "base_lr": options.BASE_LR, "role": "prompts"}
-        optimizer = Adam([group], lr=options.BASE_LR, weight_decay=options.WEIGHT_DECAY)
-        stage = AMPTrainer(
-            module,
-            loader,
-            [optimizer],
-            policy=self.policy,
-            scaler=LossScaler.from_config(self.config, self.policy),
-            precision_diagnostics=PrecisionDiagnostics(),
-            on_failure=self.on_failure,
-            max_consecutive_skips=self.config.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
-        )
-        schedule = EpochCosineSchedule(
-            warmup_epochs=options.WARMUP_EPOCHS,
-            total_epochs=options.MAX_EPOCH,
-            first=options.WARMUP_LR,
-            lowest=options.ETA_MIN_LR,
-        )
-        stage.register_hooks([LRScheduler(schedule), _StageHook(self, options.CHECKPOINT_PERIOD)])
-        stage.set_data(loader.iters_per_epoch)
-        stage.step.set_frozen(("text_encoder",))
-        state = OptimizerState(optimizer, module)
-        self._stage = (stage, state)
-        if self._saved:
-            try:
-                stage.load_state_dict(self._saved["trainer"])
-                state.load_state_dict(self._saved["optimizer"])
-            except (ValueError, LookupError, TypeError, RuntimeError, AttributeError) as error:
-                raise WeightsError(
-                    f"cannot resume the first stage of CLIP-ReID: {error}.\n"
-                    "  fix: resume with the run's original config (config.yaml next to the checkpoint)"
-                ) from error
-        loader.start_at(stage.start_iter)
-        logger.info(
-            "training the prompts of %s: %s of %s",
-            plural(len(vectors), "identity", "identities"),
-            plural(options.MAX_EPOCH, "epoch"),
-            plural(loader.iters_per_epoch, "iteration"),
-        )
-        stage.train(stage.start_iter, options.MAX_EPOCH, loader.iters_per_epoch)
-        vectors.requires_grad_(False)
-        vectors.grad = None
-
-    def _cache_features(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the projections (N, D) float32 and the targets (N,) of the training set, without augmentation."""
-        cfg, model, dataset = self.config, self.model, self.data_loader.dataset
-        found = collect_features(
-            model,
-            build_unaugmented_loader(cfg, dataset, model.device, all_on_each_rank=True),
-            self.policy,
-            forward=CLIPReID.prompt_image_features,
-            columns={"targets": itemgetter("targets")},
-            title="caching features",
-            on_all_ranks=False,
-        )
-        return found["features"].to(model.device), found["targets"].to(model.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the trainer and of the first stage."""
-        state = super().state_dict() | {"prompts_done": self.prompts_done, "prompts": None}
-        if not self.prompts_done:
-            state["iteration"] = 0
-            if self._stage is not None:
-                stage, optimizer = self._stage
-                state["prompts"] = {"trainer": stage.state_dict(), "optimizer": optimizer.state_dict()}
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that ``state_dict`` returned."""
-        super().load_state_dict(state)
-        self.prompts_done, self._saved = bool(state["prompts_done"]), state["prompts"] or {}
+    Args:
+        cfg: config of the run.
+        model: the model.
+        dataset: training set.
+        images: training loop of the second stage, with the same precision.
+    """
+    options = cfg.CLIPREID.STAGE1
+    group = {"params": [model.prompt_learner.cls_ctx], "base_lr": options.BASE_LR, "role": "prompts"}
+    trainer = PromptTrainer(
+        PromptLosses(model),
+        CachedFeatures(len(dataset), batch_size=options.IMS_PER_BATCH, seed=max(cfg.SEED, 0)),
+        [Adam([group], lr=options.BASE_LR, weight_decay=options.WEIGHT_DECAY)],
+        policy=images.policy,
+        scaler=LossScaler.from_config(cfg, images.policy),
+        on_failure=images.on_failure,
+        max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
+        clipreid=model,
+        images=build_unaugmented_loader(cfg, dataset, model.device, all_on_each_rank=True),
+        identities=identity_checksums(dataset).to(model.device),
+    )
+    trainer.set_data(trainer.data_loader.iters_per_epoch, images_per_batch=options.IMS_PER_BATCH)
+    trainer.step.set_frozen(("text_encoder",))
+    schedule = EpochCosineSchedule(
+        warmup_epochs=options.WARMUP_EPOCHS,
+        total_epochs=options.MAX_EPOCH,
+        first=options.WARMUP_LR,
+        lowest=options.ETA_MIN_LR,
+    )
+    trainer.register_hooks([LRScheduler(schedule)])
+    return Stage("prompts", trainer, options.MAX_EPOCH)
 
 
 def identity_checksums(dataset: ReidDataset) -> torch.Tensor:
