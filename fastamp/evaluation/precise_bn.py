@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, force_fp32, to_float32
+from fastamp.feature_pass import evaluation_mode
 from fastamp.utils import comm
 from fastamp.utils.compiled import uncompiled
 from fastamp.utils.plural import plural
@@ -89,7 +90,6 @@ def update_bn_statistics(
     ]
     if not layers:
         return 0
-    modes = {module: module.training for module in model.modules()}
     statistics = [_PooledStatistics(layer) for layer in layers]
     saved = [[buffer.clone() for buffer in _buffers(layer)] for layer in layers]
     handles = [
@@ -98,10 +98,9 @@ def update_bn_statistics(
     ]
     done = 0
     try:
-        model.eval()
-        for layer in layers:
-            layer.train()
-        with uncompiled(model):
+        with evaluation_mode(model), uncompiled(model):
+            for layer in layers:
+                layer.train()
             for batch in track(itertools.islice(batches, num_iter), num_iter, "batch norm"):
                 done += 1
                 with policy.autocast():
@@ -109,8 +108,6 @@ def update_bn_statistics(
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
         for layer, values in zip(layers, saved, strict=True):
             for buffer, value in zip(_buffers(layer), values, strict=True):
                 buffer.copy_(value)

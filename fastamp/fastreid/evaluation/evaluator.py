@@ -1,14 +1,11 @@
 """FastReID's base class of evaluators."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-
-from torch import nn
 
 from fastamp.evaluation import evaluator
 from fastamp.evaluation.evaluator import inference_on_dataset
 from fastamp.fastreid.overrides import warn_of_uncalled_methods
+from fastamp.feature_pass import evaluation_mode
 
 __all__ = ["DatasetEvaluator", "inference_context", "inference_on_dataset"]
 
@@ -28,12 +25,4 @@ class DatasetEvaluator(evaluator.DatasetEvaluator):
         warn_of_uncalled_methods(cls, DatasetEvaluator, _NEVER)
 
 
-@contextmanager
-def inference_context(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode in a ``with`` block, and restore its mode afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
+inference_context = evaluation_mode

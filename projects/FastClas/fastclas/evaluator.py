@@ -6,6 +6,7 @@ import torch
 
 from fastamp.config import CfgNode
 from fastamp.evaluation import EVALUATOR_REGISTRY, CountMatrix, DatasetEvaluator, ImageExample, ReportSection, Table
+from fastamp.feature_pass import Rows
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 
@@ -42,8 +43,8 @@ class ClasEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         """Discard all accumulated batches."""
-        self._rows: list[torch.Tensor] = []
-        self._num_classes, self._num_images = len(self.names), 0
+        self._rows = Rows()
+        self._num_classes = len(self.names)
         self.table = torch.empty(0, 5, dtype=torch.float64)
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
@@ -65,15 +66,14 @@ class ClasEvaluator(DatasetEvaluator):
         ranks = ((logits > target_logits) | ((logits == target_logits) & first)).sum(1)
         predicted = logits.argmax(1)
         confidence = logits.softmax(1).gather(1, predicted[:, None])[:, 0]
-        indices = inputs.get("indices", torch.arange(self._num_images, self._num_images + len(labels)))
-        self._num_images += len(labels)
-        columns = (indices.to(labels.device), labels, predicted, ranks, confidence)
-        self._rows.append(torch.stack([column.double() for column in columns], dim=1).cpu())
+        columns = torch.stack([column.double() for column in (labels, predicted, ranks, confidence)], dim=1)
+        self._rows.append({"indices": self._rows.positions(inputs, len(labels)), "columns": columns})
 
     def evaluate(self) -> dict[str, Any] | None:
         """Compute the accuracies in percent over all ranks; return None on ranks other than 0."""
-        self.table = comm.gather_rows(torch.cat([self.table, *self._rows]))
-        self._rows.clear()
+        gathered = self._rows.gather()
+        if gathered:
+            self.table = torch.cat((gathered["indices"].double()[:, None], gathered["columns"]), dim=1)
         if not comm.is_main_process():
             return None
         images = max(1, len(self.table))

@@ -9,6 +9,7 @@ import torch
 from fastamp.config import CfgNode
 from fastamp.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator
 from fastamp.evaluation.baselines import color_histogram, raw_pixels
+from fastamp.feature_pass import Rows
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError
 from fastface.verification import verify_pairs
@@ -47,8 +48,7 @@ class FaceEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         """Discard all accumulated batches."""
-        self._rows: list[torch.Tensor] = []
-        self._descriptors: dict[str, list[torch.Tensor]] = {name: [] for name in self.baselines}
+        self._rows = Rows()
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
         """Accumulate a batch with the column ``same``, 1 for both images of a pair of one identity, and its features.
@@ -61,10 +61,8 @@ class FaceEvaluator(DatasetEvaluator):
                 "FaceEvaluator: the test set has no column 'same' of pairs.\n"
                 "  fix: use a dataset of pairs, e.g. DATASETS.TESTS LFW"
             )
-        parts = (inputs["indices"].cpu()[:, None], inputs["same"].cpu()[:, None], outputs.detach().cpu())
-        self._rows.append(torch.cat([part.double() for part in parts], dim=1))
-        for name, descriptor in self.baselines.items():
-            self._descriptors[name].append(descriptor(inputs["images"].cpu()).double())
+        self._rows.append({"indices": inputs["indices"], "same": inputs["same"], "features": outputs.detach()})
+        self._rows.append({name: descriptor(inputs["images"].cpu()) for name, descriptor in self.baselines.items()})
 
     def evaluate(self) -> dict[str, Any] | None:
         """Compute the metrics; None on ranks other than 0.
@@ -72,14 +70,12 @@ class FaceEvaluator(DatasetEvaluator):
         Raises:
             DataError: if there are fewer than two pairs, or the images of a pair differ in the column ``same``.
         """
-        rows = comm.gather_rows(torch.cat(self._rows)) if self._rows else torch.empty(0, 2)
-        descriptors = {name: comm.gather_rows(torch.cat(rows)) for name, rows in self._descriptors.items() if rows}
+        columns = self._rows.gather()
         if not comm.is_main_process():
             return None
-        order = rows[:, 0].argsort()
-        rows = rows[order]
-        same = rows[::2, 1].numpy() == 1
-        if len(rows) < 4 or len(rows) % 2 or (same != (rows[1::2, 1].numpy() == 1)).any():
+        rows = columns.get("same", torch.empty(0)).numpy() == 1
+        same = rows[::2]
+        if len(rows) < 4 or len(rows) % 2 or (same != rows[1::2]).any():
             raise DataError(
                 f"FaceEvaluator: expected at least two pairs of images that have the same value in the column 'same', "
                 f"got {len(rows)} images.\n  fix: use a dataset of pairs, e.g. DATASETS.TESTS LFW"
@@ -90,16 +86,16 @@ class FaceEvaluator(DatasetEvaluator):
                 "  fix: for comparable results, use at least %d pairs",
                 *(len(same), len(same), _FOLDS, _FOLDS),
             )
-        metrics = _metrics(rows[:, 2:], same)
-        if descriptors:
-            baselines = {name: _metrics(rows[order], same) for name, rows in descriptors.items()}
+        metrics = _metrics(columns["features"], same)
+        if self.baselines:
+            baselines = {name: _metrics(columns[name], same) for name in self.baselines}
             metrics["baselines"] = {name: {"Accuracy": scores["Accuracy"]} for name, scores in baselines.items()}
         return metrics
 
 
 def _metrics(features: torch.Tensor, same: np.ndarray) -> dict[str, Any]:
     """Return the metrics of pairs, (N,) bool, from the features of their images, (2 N, D)."""
-    result = verify_pairs(features.numpy(), same, folds=min(_FOLDS, len(same)))
+    result = verify_pairs(features.double().numpy(), same, folds=min(_FOLDS, len(same)))
     accuracy = 100 * float(result.accuracies.mean())
     return {
         "Accuracy": accuracy,
