@@ -287,7 +287,7 @@ class FeatureModel(ABC):
         if query is None:
             if not terms:
                 raise ConfigError(
-                    "a search needs queries or terms, got 0 of both.\n  fix: pass at least one query, or terms"
+                    f"expected queries or terms, got {query} and {len(terms)} terms.\n  fix: pass one of them"
                 )
             scores = np.prod([term.scores(gallery) for term in terms], axis=0)
             rows = gallery.rows_where(limited) if limited else None
