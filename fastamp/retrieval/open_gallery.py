@@ -126,32 +126,25 @@ def with_index(features: Features, path: Path, kind: str = "auto") -> Features:
     """
     stored = read_texts(path) if path.exists() else {}
     is_current = stored.get("fingerprint") == features.fingerprint
-    chosen = choose_kind(len(features)) if kind == "auto" else kind
-    if is_current and kind == "auto":
-        chosen = stored["kind"]
-    if chosen == "flat":
+    if kind == "auto":
+        kind = stored["kind"] if is_current else choose_kind(len(features))
+    if kind == "flat":
         return features
-    if is_current and stored["kind"] == chosen:
-        index, _ = read_index(path, features.model, features.fingerprint)
-        if index.faiss.ntotal != len(features):
-            raise DataError(
-                f"{path} has {index.faiss.ntotal} features, but {features.path} has {len(features)}.\n"
-                "  fix: delete the file, and build the index again"
-            )
-        return replace(features, index=index)
-    if stored:
-        logger.info("the index %s is built again: it is of different features or of a different kind", path)
-    built = build_index(features, chosen)
-    write_index(path, built, features.fingerprint, features=np.array(features.path.name))
-    logger.info(
-        "wrote %s: %s of dimension %d, index kind %s, recall %.3f",
-        path,
-        plural(len(features), "feature"),
-        features.model.width,
-        chosen,
-        built.recall,
-    )
-    return replace(features, index=read_index(path, features.model, features.fingerprint)[0])
+    if not is_current or stored["kind"] != kind:
+        if stored:
+            logger.info("the index %s is built again: it is of different features or of a different kind", path)
+        built = build_index(features, kind)
+        write_index(path, built, features.fingerprint, features=np.array(features.path.name))
+        logger.info(
+            "wrote %s: %s, index kind %s, recall %.3f", path, plural(len(features), "feature"), kind, built.recall
+        )
+    index, _ = read_index(path, features.model, features.fingerprint)
+    if index.faiss.ntotal != len(features):
+        raise DataError(
+            f"{path} has {index.faiss.ntotal} features, but {features.path} has {len(features)}.\n"
+            "  fix: delete the file, and build the index again"
+        )
+    return replace(features, index=index)
 
 
 def build_index(features: Features, kind: str) -> Index:
