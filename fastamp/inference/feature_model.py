@@ -283,7 +283,7 @@ class FeatureModel(ABC):
                 values for ``terms`` or ``conditions``.
         """
         check_same_model(gallery.path, gallery.model, self.config_hash, self.checkpoint)
-        limited = None if conditions == Conditions() else conditions
+        limited = conditions or None
         if query is None:
             if not terms:
                 raise ConfigError(

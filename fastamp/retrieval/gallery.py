@@ -29,6 +29,10 @@ class Conditions:
     after: float | None = None
     before: float | None = None
 
+    def __bool__(self) -> bool:
+        """Return True if there is a condition."""
+        return bool(self.cameras or self.identities) or self.after is not None or self.before is not None
+
     def accept(self, camera: str, identity: str, time: float | None) -> bool:
         """Return True if an image meets all conditions."""
         return (

@@ -87,9 +87,8 @@ def search(
     with gallery.reading():
         queries = normalized(as_features(features, gallery.model.width), gallery.model.metric)
         if isinstance(where, Conditions):
-            rows = None if where == Conditions() else gallery.rows_where(where)
-        else:
-            rows = where
+            where = gallery.rows_where(where) if where else None
+        rows = where
         searched = len(gallery) if rows is None else len(rows)
         k = min(k, searched)
         if exact or rows is not None or gallery.index is None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -19,7 +19,7 @@ from fastamp.serving import schemas
 from fastamp.serving.errors import RequestError, error_body, user_request_error
 from fastamp.serving.pages import add_pages
 from fastamp.serving.requests import check_access, limited
-from fastamp.serving.routes import gallery_routes, model_routes
+from fastamp.serving.routes import add_routes, route_class
 from fastamp.serving.service import Service
 from fastamp.utils.errors import UserError
 
@@ -33,6 +33,13 @@ _DESCRIPTION = (
 )
 
 
+# Pydantic's type of an error in the field ``images`` -> code of the answer.
+_IMAGE_ERRORS = {
+    "missing": "wrong_count",
+    "too_short": "wrong_count",
+    "too_long": "wrong_count",
+    "value_error": "not_a_file",
+}
 _METHODS = frozenset(("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"))
 _TRIM_SECONDS = 30
 _DRAIN_SECONDS = 5
@@ -68,9 +75,9 @@ def create_app(service: Service, *, api_key: str = "", local: bool = False, open
         redoc_url=None,
         responses=_ERRORS,
     )
-    access = [Depends(check)]
-    app.include_router(model_routes(service, access))
-    app.include_router(gallery_routes(service, access))
+    router = APIRouter(prefix="/v1", route_class=route_class(service, check))
+    add_routes(router, service)
+    app.include_router(router)
     add_pages(app)
 
     @app.get("/health", response_model=schemas.Health, tags=["operation"], summary="Whether the service runs")
@@ -83,7 +90,9 @@ def create_app(service: Service, *, api_key: str = "", local: bool = False, open
         }
         return JSONResponse(body, status_code=503 if stuck else 200)
 
-    @app.get("/metrics", dependencies=[] if open_metrics else access, tags=["operation"], summary="Prometheus metrics")
+    access = [] if open_metrics else [Depends(check)]
+
+    @app.get("/metrics", dependencies=access, tags=["operation"], summary="Prometheus metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -107,7 +116,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return await request_error(_, RequestError(422, "invalid_field", f"{first['loc'][-1]}: {first['msg']}"))
+        place, kind = ".".join(map(str, first["loc"][1:])), first["type"]
+        code = _IMAGE_ERRORS.get(kind, "invalid_field") if place.startswith("images") else "invalid_field"
+        return await request_error(_, RequestError(422, code, f"{place}: {first['msg']}"[:300]))
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:

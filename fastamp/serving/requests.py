@@ -2,14 +2,12 @@
 
 import asyncio
 import hmac
-import json
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ValidationError
-from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
@@ -82,8 +80,8 @@ def limited(receive: Receive, headers: Headers, limits: Limits, hold: Callable[[
     return counted
 
 
-async def read_form(request: Request, limits: Limits, fields: Collection[str]) -> FormData:
-    """Receive a form with ``fields`` within the limits; the caller closes it.
+async def read_form(request: Request, limits: Limits, fields: Collection[str]) -> None:
+    """Receive the form of a request with ``fields`` within the limits, for ``request.form``.
 
     Raises:
         RequestError: if it is too large, too slow, incomplete, or no form, or has other fields than ``fields``.
@@ -102,22 +100,11 @@ async def read_form(request: Request, limits: Limits, fields: Collection[str]) -
         raise RequestError(400, "invalid_form", str(error.detail), fix) from error
     except (LookupError, ValueError) as error:  # of the charset
         raise RequestError(400, "invalid_form", f"the form cannot be read: {error!s:.200}", "use UTF-8") from error
-    try:
-        _check_fields(form, fields)
-    except RequestError:
-        await form.close()
-        raise
-    return form
-
-
-def _check_fields(form: FormData, fields: Collection[str]) -> None:
-    """Check that a form has no unknown fields, such as a misspelled condition, and that only images are files."""
-    for name, value in form.multi_items():
+    for name in form:
         if name not in fields:
+            await form.close()
             fix = f"the fields are {', '.join(fields)}"
             raise RequestError(422, "unknown_field", f"the route has no field {name[:100]!r}", fix)
-        if name != "images" and isinstance(value, UploadFile):
-            raise RequestError(422, "invalid_field", f"{name}: expected text, got a file")
 
 
 async def in_time(awaited: Awaitable[T], seconds: float, late: RequestError) -> T:
@@ -134,60 +121,7 @@ def too_slow(limits: Limits) -> RequestError:
     return RequestError(503, "too_slow", message, "try again later")
 
 
-async def uploads_of(form: FormData, *, least: int = 1, most: int) -> list[Upload]:
-    """Return the files of the field ``images``.
-
-    Raises:
-        RequestError: if there are fewer than ``least`` or more than ``most``, or a value is not a file.
-    """
-    parts = form.getlist("images")
-    files = [part for part in parts if isinstance(part, UploadFile)]
-    if len(files) < len(parts):
-        raise RequestError(
-            422, "not_a_file", "a value of the field images is text, not a file", "upload the content of the image"
-        )
-    if not least <= len(files) <= most:
-        expected = f"{least}" if least == most else f"{least} to {most}"
-        raise RequestError(422, "wrong_count", f"expected {expected} files in the field images, got {len(files)}")
+async def uploads_of(files: Sequence[UploadFile]) -> list[Upload]:
+    """Return the contents of files."""
     names = ["".join(filter(str.isprintable, (file.filename or "").replace("\\", "/"))) for file in files]
     return [Upload(await file.read(), name.rsplit("/", 1)[-1][:200]) for file, name in zip(files, names, strict=True)]
-
-
-def number_of(form: FormData, name: str, default: int, largest: int) -> int:
-    """Return an integer from 1 to ``largest`` of a form."""
-    text = form.get(name, str(default))
-    if (
-        not isinstance(text, str)
-        or not (text.isascii() and text.isdecimal())
-        or len(text) > 9
-        or not 1 <= int(text) <= largest
-    ):
-        raise RequestError(422, "invalid_field", f"{name}: expected an integer from 1 to {largest}, got {text!r:.50}")
-    return int(text)
-
-
-def texts_of(form: FormData, name: str) -> list[str]:
-    """Return the values of a text field that are not empty."""
-    return [text for text in form.getlist(name) if isinstance(text, str) and text]
-
-
-def models_of(form: FormData, name: str, kind: type[BaseModel], count: int) -> list[Any]:
-    """Parse a field with a JSON list of ``count`` objects; without the field, the objects have default values.
-
-    Raises:
-        RequestError: if the field is not such a list.
-    """
-    text = form.get(name)
-    if text is None:
-        return [kind() for _ in range(count)]
-    try:
-        values = json.loads(text) if isinstance(text, str) else None
-        if not isinstance(values, list) or len(values) != count:
-            raise ValueError(f"expected a list of {count} objects, one per image")
-        return [kind.model_validate(value) for value in values]
-    except (ValidationError, RecursionError, ValueError) as error:
-        detail = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise RequestError(422, "invalid_field", f"{name}: {detail[:300]}") from error

@@ -230,7 +230,7 @@ class Service:
         def find(gallery: MutableGallery) -> tuple[SearchResult, list[list[Item]], float | None]:
             found = search(features, gallery, k, where=conditions)
             items = [[gallery.items[row] for row in rows] for rows in found.rows.tolist()]
-            return found, items, gallery.recall if conditions == Conditions() else None
+            return found, items, None if conditions else gallery.recall
 
         result, items, recall = await self.in_gallery(find)
         decided, queries = decide(result, self.model.calibration), []

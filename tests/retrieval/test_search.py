@@ -12,6 +12,7 @@ from fastamp.cli import search as command
 from fastamp.data.build import build_dataset
 from fastamp.inference.extract import extract
 from fastamp.retrieval.features_file import read_features
+from fastamp.retrieval.gallery import Conditions
 from fastamp.retrieval.indices import choose_kind
 from fastamp.retrieval.npz import write_arrays
 from fastamp.retrieval.open_gallery import open_gallery, with_index
@@ -72,6 +73,14 @@ def test_ivf_index_search_with_lower_effort_has_lower_recall(tmp_path):
     exact = search(queries, gallery, 10, exact=True).rows
     recall = [np.isin(search(queries, gallery, 10, effort=effort).rows, exact).mean() for effort in (1, 128)]
     assert recall[0] < recall[1] == 1
+
+
+def test_empty_conditions_are_none(tmp_path):
+    extraction, queries = clustered(tmp_path / "a.npz", "cosine")
+    gallery = with_index(extraction, tmp_path / "ivf.index", "ivf")
+    approximate = search(queries, gallery, 10, effort=1).rows
+    assert np.array_equal(search(queries, gallery, 10, effort=1, where=Conditions([], [])).rows, approximate)
+    assert not np.array_equal(search(queries, gallery, 10, effort=1, where=Conditions(["0"])).rows, approximate)
 
 
 def test_default_index_kind_depends_on_gallery_size():

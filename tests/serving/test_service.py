@@ -529,7 +529,8 @@ def test_pages_contain_only_their_own_scripts(start):
         assert "http://" not in answer.text and "https://" not in answer.text and "<script>" not in answer.text
         assert answer.headers["content-security-policy"].startswith("default-src 'none'")
     routes = client.get("/docs").text
-    assert "POST /v1/search" in routes and "impostor_fraction" in routes
+    assert "POST /v1/search" in routes and "impostor_fraction" in routes and "<code>before</code>" in routes
+    assert "Body_" not in routes
 
 
 def run_batches(work, compute, **options):
