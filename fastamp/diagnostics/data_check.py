@@ -26,7 +26,7 @@ from fastamp.data.near_duplicates import Fingerprint, NearestImages
 from fastamp.data.training_images import LEAK_FIX, leaked_identities
 from fastamp.evaluation import Identities, Protocol
 from fastamp.evaluation.identities import SAME_CAMERA
-from fastamp.evaluation.test_set import check_columns, check_evaluable, count_matches
+from fastamp.evaluation.protocol import check_columns, check_evaluable, count_matches
 from fastamp.utils.errors import DataError, NoMatchError, writing
 from fastamp.utils.files import write_csv
 from fastamp.utils.plural import plural

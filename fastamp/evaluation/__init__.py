@@ -17,16 +17,14 @@ from fastamp.evaluation.evaluator import EVALUATOR_REGISTRY, DatasetEvaluator, i
 from fastamp.evaluation.identities import Identities
 from fastamp.evaluation.metrics import compute_metrics
 from fastamp.evaluation.precise_bn import update_bn_statistics
-from fastamp.evaluation.protocol import Protocol
+from fastamp.evaluation.protocol import Protocol, check_evaluable
 from fastamp.evaluation.rank import RankingResult
-from fastamp.evaluation.ranker import rank_distances
-from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RankingRule
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RankingRule, rank_distances
 from fastamp.evaluation.reid_evaluation import ReidEvaluator
 from fastamp.evaluation.report_section import CountMatrix, ImageExample, ReportSection, Table
 from fastamp.evaluation.result import EvaluationResult
 from fastamp.evaluation.results_table import print_results
 from fastamp.evaluation.retrieval_examples import RankList, ReportOptions, RetrievalExamples
-from fastamp.evaluation.test_set import check_evaluable
 
 __all__ = [
     "EVALUATOR_REGISTRY",

@@ -12,7 +12,7 @@ import torch
 from fastamp.evaluation import identification
 from fastamp.evaluation.identities import Identities, Junk
 from fastamp.evaluation.rank import MISS, RankingResult
-from fastamp.evaluation.ranker import Ranker
+from fastamp.evaluation.ranking_rule import Ranker
 from fastamp.utils.errors import DataError
 
 _PID, _PREDICTED, _SIMILARITY, _OTHER, _KNOWN, _VALIDATION = range(6)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastamp.evaluation.feature_check import check_finite_features
 from fastamp.evaluation.hierarchical import LARGEST_BELOW_ONE, check_hdbscan, hdbscan
+from fastamp.evaluation.metrics import check_finite_features
 from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.evaluation.rerank import ReRanking, add_overlaps, reciprocal_weights
 from fastamp.layers.distance import pairwise_distance

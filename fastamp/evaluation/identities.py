@@ -61,13 +61,9 @@ class Identities:
             columns: column name -> (Q + G,) values.
             column_names: see ``Identities``.
         """
-
-        def sides(values: Values) -> tuple[torch.Tensor, torch.Tensor]:
-            tensor = torch.as_tensor(values)
-            return tensor[:num_query], tensor[num_query:]
-
-        split_columns = {name: sides(values) for name, values in columns.items()}
-        return cls(*sides(pids), *sides(camids), split_columns, column_names)
+        tensors = [torch.as_tensor(values) for values in (pids, camids, *columns.values())]
+        both_pids, both_camids, *others = ((tensor[:num_query], tensor[num_query:]) for tensor in tensors)
+        return cls(*both_pids, *both_camids, dict(zip(columns, others, strict=True)), column_names)
 
     def all_images(self) -> "Identities":
         """Return the identities and columns of a test in which all images are both queries and gallery.

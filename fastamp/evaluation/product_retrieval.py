@@ -12,8 +12,7 @@ import torch
 
 from fastamp.evaluation.identities import SAME_IMAGE, Identities
 from fastamp.evaluation.rank import MISS, RankingResult, query_scores, ranks_of_matches
-from fastamp.evaluation.ranker import Ranker
-from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RankingRule
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, Ranker, RankingRule
 
 
 class FirstHitRanker(Ranker):

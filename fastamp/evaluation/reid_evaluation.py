@@ -17,12 +17,11 @@ from fastamp.evaluation.evaluator import EVALUATOR_REGISTRY, DatasetEvaluator
 from fastamp.evaluation.identities import Identities
 from fastamp.evaluation.metrics import baseline_metrics, compute_metrics
 from fastamp.evaluation.pairs import PairScores, sample_pairs
-from fastamp.evaluation.protocol import Protocol
+from fastamp.evaluation.protocol import Protocol, check_columns
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.result import EvaluationResult
 from fastamp.evaluation.retrieval_examples import ReportOptions
 from fastamp.evaluation.roc import write_roc
-from fastamp.evaluation.test_set import check_columns
 from fastamp.evaluation.tracklets import COLUMN as TRACKLET
 from fastamp.evaluation.tracklets import FRAMES, pool_tracklets
 from fastamp.feature_pass import Rows

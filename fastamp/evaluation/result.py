@@ -1,5 +1,6 @@
 """Metrics of a ranking: CMC, mAP, mINP, verification, confidence intervals and groups of queries."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,12 +67,12 @@ class EvaluationResult:
         if self.protocol.resamples:
             metrics["intervals"] = self.intervals()
         if self.groups is not None:
-            metrics["groups"] = self.group_metrics()
-            rates = [self._rates(ranking) for ranking in self._group_rankings().values()]
-            names = dict.fromkeys(name for rate in rates for name, value in rate.items() if isinstance(value, float))
-            metrics["mean_over_groups"] = {
-                name: float(np.mean([rate[name] for rate in rates if name in rate])) for name in names
-            }
+            metrics["groups"] = groups = self.group_metrics()
+            rates: dict[str, list[float]] = {}
+            for name, value in itertools.chain.from_iterable(group.items() for group in groups.values()):
+                if isinstance(value, float):
+                    rates.setdefault(name, []).append(value)
+            metrics["mean_over_groups"] = {name: float(np.mean(values)) for name, values in rates.items()}
         return metrics
 
     def group_metrics(self) -> dict[str, dict[str, Any]]:
@@ -79,23 +80,14 @@ class EvaluationResult:
 
         Returns:
             Value -> dict with the metrics in percent, for groups that have a query with a match, and the counts
-            ``num_query`` and ``num_query_without_match``.
+            ``num_query`` and ``num_query_without_match``; numbers in ascending order, then texts.
         """
-        return {
-            value: self._rates(rows) | self.protocol.rule.counts(rows) for value, rows in self._group_rankings().items()
-        }
-
-    def _group_rankings(self) -> dict[str, RankingResult]:
-        """Return value of ``TEST.GROUP_BY`` -> results of its queries; numbers in ascending order, then texts."""
         groups = self.groups if self.groups is not None else np.empty(0, dtype=str)
-        return {
-            value: self.ranking.select(torch.from_numpy(groups == value))
-            for value in sorted(np.unique(groups).tolist(), key=_number_before_text)
-        }
-
-    def _rates(self, ranking: RankingResult) -> dict[str, Any]:
-        """Compute the metrics of the rule over some queries of this result."""
-        return self.protocol.rule.metrics(ranking, self.protocol.ranks, self.ranking)
+        rule, metrics = self.protocol.rule, {}
+        for value in sorted(np.unique(groups).tolist(), key=_number_before_text):
+            ranking = self.ranking.select(torch.from_numpy(groups == value))
+            metrics[value] = rule.metrics(ranking, self.protocol.ranks, self.ranking) | rule.counts(ranking)
+        return metrics
 
     def intervals(self) -> dict[str, list[float]]:
         """Compute 95 % percentile bootstrap confidence intervals of mAP and Rank-1 over queries, in percent."""

@@ -12,8 +12,7 @@ import torch
 
 from fastamp.evaluation.identities import Identities, Matches
 from fastamp.evaluation.rank import RankingResult
-from fastamp.evaluation.ranker import Ranker
-from fastamp.evaluation.ranking_rule import RankingRule
+from fastamp.evaluation.ranking_rule import Ranker, RankingRule
 from fastamp.evaluation.roc import RocCounter, RocCurve, sum_over_ranks
 from fastamp.layers.distance import DistanceBlocks
 

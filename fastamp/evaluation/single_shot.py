@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from fastamp.evaluation.identities import SAME_CAMERA, SAME_IMAGE, GalleryGroups, Identities, Junk
-from fastamp.evaluation.ranker import Ranker
-from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RandomRule
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RandomRule, Ranker
 from fastamp.utils.errors import ConfigError
 
 

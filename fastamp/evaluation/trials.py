@@ -10,8 +10,7 @@ import torch
 
 from fastamp.evaluation.identities import Identities, Junk
 from fastamp.evaluation.rank import query_scores, ranks_of_matches
-from fastamp.evaluation.ranker import Ranker
-from fastamp.evaluation.ranking_rule import RandomRule
+from fastamp.evaluation.ranking_rule import RandomRule, Ranker
 
 
 @dataclass(frozen=True)

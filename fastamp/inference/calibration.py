@@ -13,7 +13,7 @@ from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import PackedItems
 from fastamp.evaluation import Identities, ReidEvaluator
 from fastamp.evaluation.calibration import Calibration
-from fastamp.evaluation.test_set import check_columns
+from fastamp.evaluation.protocol import check_columns
 from fastamp.evaluation.thresholds import CalibrationOptions, calibrate
 from fastamp.feature_pass import feature_pass
 from fastamp.inference.predictor import Predictor

@@ -13,9 +13,9 @@ from fastamp.amp import resolve_device
 from fastamp.config import CfgNode
 from fastamp.evaluation import EvaluationResult, Identities, Protocol, compute_metrics, print_results
 from fastamp.evaluation.identities import CAMERA
+from fastamp.evaluation.protocol import check_columns
 from fastamp.evaluation.reid_evaluation import ranking_device, write_per_query
 from fastamp.evaluation.roc import write_roc
-from fastamp.evaluation.test_set import check_columns
 from fastamp.retrieval.columns import has_missing_integers
 from fastamp.retrieval.features_file import COLUMN_PREFIX
 from fastamp.retrieval.npz import open_arrays, read_array

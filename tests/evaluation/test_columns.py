@@ -11,8 +11,8 @@ from naive_ranking import naive, protocol_of, random_set
 from fastamp.config import get_cfg
 from fastamp.evaluation import Identities, Protocol, ReidEvaluator, ReportOptions, compute_metrics, print_results
 from fastamp.evaluation.identities import Junk, Matches
+from fastamp.evaluation.protocol import check_columns
 from fastamp.evaluation.ranking_rule import RankingRule
-from fastamp.evaluation.test_set import check_columns
 from fastamp.layers.distance import pairwise_distance
 from fastamp.utils.errors import DataError
 

@@ -12,8 +12,7 @@ from fastamp.evaluation import identities as module
 from fastamp.evaluation.identities import SAME_CAMERA, Junk, Matches, same_camera
 from fastamp.evaluation.neighbors import BACKENDS
 from fastamp.evaluation.query_expansion import TARGETS
-from fastamp.evaluation.ranker import Ranker
-from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RandomRule, RankingRule
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RandomRule, Ranker, RankingRule
 from fastamp.evaluation.rerank import VARIANTS
 from fastamp.layers.distance import METRICS, pairwise_distance
 from fastamp.utils.errors import ConfigError, NoMatchError

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fastamp.evaluation.identities import Identities
-from fastamp.evaluation.ranker import rank_distances
+from fastamp.evaluation.ranking_rule import rank_distances
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 
