@@ -112,8 +112,8 @@ def features_of(arrays: dict[str, np.ndarray], side: str) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(features, dtype=native))
 
 
-def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a column of queries and gallery as int64 tensors ``(Q,)`` and ``(G,)``.
+def numbers_of(arrays: dict[str, np.ndarray], column: str) -> torch.Tensor:
+    """Return a column of queries, and then of the gallery, as an int64 tensor ``(Q + G,)``.
 
     If any value is text that is not an integer, each distinct value is replaced by a number.
 
@@ -132,21 +132,19 @@ def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor
             )
         both.append(array if array.dtype.kind == "U" else array.astype(np.int64))
     try:
-        both = [array.astype(np.int64) for array in both]
+        values = np.concatenate([array.astype(np.int64) for array in both])
     except (ValueError, OverflowError):
-        _, numbers = np.unique(np.concatenate([array.astype(str) for array in both]), return_inverse=True)
-        both = np.split(numbers.reshape(-1), [len(both[0])])
-    query, gallery = (torch.from_numpy(array.astype(np.int64)) for array in both)
-    return query, gallery
+        _, values = np.unique(np.concatenate([array.astype(str) for array in both]), return_inverse=True)
+    return torch.from_numpy(values.reshape(-1).astype(np.int64))
 
 
-def column_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...] | None]:
+def column_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor, tuple[str, ...] | None]:
     """Return the values of a further column of queries and gallery, and the text of each number of a text column.
 
     Returns:
-        ``(query values (Q,), gallery values (G,), texts)``: int64 or float32. Texts are numbered in sorted order, and
-        an empty text, which is a missing value, is -1; texts are () for integers whose lowest value is -1, which
-        ``fastamp extract`` writes for a missing value, and None for other numbers.
+        ``(values (Q + G,), texts)``: int64 or float32. Texts are numbered in sorted order, and an empty text, which is
+        a missing value, is -1; texts are () for integers whose lowest value is -1, which ``fastamp extract`` writes for
+        a missing value, and None for other numbers.
 
     Raises:
         DataError: if an array is neither numbers nor text, or has another length than the identities.
@@ -159,14 +157,12 @@ def column_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor,
                 f"{array.dtype} of shape {array.shape}.\n{_FIX}"
             )
     if all(array.dtype.kind != "U" for array in both):
-        dtype = np.float32 if any(array.dtype.kind == "f" for array in both) else np.int64
-        query, gallery = (torch.from_numpy(array.astype(dtype)) for array in both)
-        return query, gallery, () if has_missing_integers(np.concatenate(both)) else None
+        values = np.concatenate(both)
+        dtype = np.float32 if values.dtype.kind == "f" else np.int64
+        return torch.from_numpy(values.astype(dtype)), () if has_missing_integers(values) else None
     texts = np.concatenate([array.astype(str) for array in both])
     names = np.unique(texts[texts != ""])
-    numbers = np.where(texts == "", -1, np.searchsorted(names, texts))
-    query, gallery = (torch.from_numpy(side) for side in np.split(numbers, [len(both[0])]))
-    return query, gallery, tuple(names.tolist())
+    return torch.from_numpy(np.where(texts == "", -1, np.searchsorted(names, texts))), tuple(names.tolist())
 
 
 def _is_integral(array: np.ndarray) -> bool:
@@ -215,17 +211,15 @@ def compute(path: str, cfg: CfgNode) -> tuple[EvaluationResult, str]:
     protocol = Protocol.from_config(cfg)
     cameras = protocol.rule.uses_cameras or protocol.group_by == CAMERA
     arrays = read_arrays(path, cameras=cameras, protocol=protocol)
-    (query_pids, gallery_pids), (query_camids, gallery_camids) = (
-        numbers_of(arrays, name) if f"query_{name}" in arrays else no_cameras(arrays) for name in COLUMNS[1:]
-    )
+    pids = numbers_of(arrays, "pids")
+    has_cameras = all(f"{side}_camids" in arrays for side in SIDES)
     columns = {name: column_of(arrays, name) for name in protocol.columns}
-    ids = Identities(
-        query_pids,
-        gallery_pids,
-        query_camids,
-        gallery_camids,
-        {name: (query, gallery) for name, (query, gallery, _) in columns.items()},
-        {name: texts for name, (_, _, texts) in columns.items() if texts is not None},
+    ids = Identities.split(
+        len(arrays["query_pids"]),
+        pids,
+        numbers_of(arrays, "camids") if has_cameras else torch.zeros_like(pids),
+        {name: values for name, (values, _) in columns.items()},
+        {name: texts for name, (_, texts) in columns.items() if texts is not None},
     )
     features = [features_of(arrays, side) for side in SIDES]
     saved = " and ".join(dict.fromkeys(str(arrays[f"{side}_features"].dtype) for side in SIDES))
@@ -234,12 +228,6 @@ def compute(path: str, cfg: CfgNode) -> tuple[EvaluationResult, str]:
     result = compute_metrics(features[0].to(device), features[1].to(device), ids, protocol)
     widest = torch.promote_types(*(side.dtype for side in features))
     return result, f"{protocol.describe(widest)}; features saved as {saved}"
-
-
-def no_cameras(arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return zeros as camera IDs of queries and gallery: int64 tensors ``(Q,)`` and ``(G,)``."""
-    query, gallery = (torch.zeros(arrays[f"{side}_pids"].size, dtype=torch.int64) for side in SIDES)
-    return query, gallery
 
 
 def check(cfg: CfgNode, opts: Sequence[str]) -> None:

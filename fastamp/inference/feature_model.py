@@ -1,10 +1,12 @@
 """Comparison and search with the features of a model: checkpoints (``Predictor``) and exported files."""
 
 import functools
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -30,6 +32,8 @@ from fastamp.utils.errors import ConfigError, DataError, check_choice
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+logger = logging.getLogger(__name__)
+
 
 class ImageOptions(TypedDict, total=False):
     """Options of images; see ``Predictor.features``."""
@@ -48,6 +52,7 @@ class FeatureModel(ABC):
         transforms: limits of images, and the transform that resizes and crops them.
         metric: metric of the features: ``"cosine"`` or ``"euclidean"``.
         batch_size: number of images that are computed at once.
+        stored_calibration: calibration in the file of the model; None if there is none.
         pairs: name of a dataset, and scores of pairs of its images; "" and None if there are none.
         protocol: protocol whose junk is excluded from the pairs of a reference.
     """
@@ -56,16 +61,33 @@ class FeatureModel(ABC):
     transforms: Transforms
     metric: str
     batch_size: int
+    stored_calibration: Calibration | None
 
     @property
     @abstractmethod
     def config_hash(self) -> str:
         """Hash of the model; features from models with equal hashes can be compared."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def calibration(self) -> Calibration | None:
-        """Calibration of the model for these features; None if there is none."""
+        """``stored_calibration``; None if there is none, or if it is for other features or another metric."""
+        stored = self.stored_calibration
+        if stored is None:
+            return None
+        cause = ""
+        if stored.metric != self.metric:
+            cause = f"it is for TEST.METRIC {stored.metric}, but the metric is {self.metric}"
+        if stored.config_hash != self.config_hash:
+            cause = f"it is of a different model ({stored.config_hash}, this model: {self.config_hash})"
+        if not cause:
+            return stored
+        logger.warning(
+            "the calibration in %s is not used: %s, so there are no decisions.\n"
+            "  fix: use the model without overrides and without --l2, or calibrate it again with fastamp calibrate",
+            self.checkpoint,
+            cause,
+        )
+        return None
 
     @property
     @abstractmethod

@@ -86,11 +86,10 @@ def add_images(
             name = Path(paths[row]).name
             return Item(ids[row], name, metadata.identity, metadata.camera, metadata.time, picture)
 
-        def features(rows: list[int]) -> Tensor:
-            return model.require_features([paths[row] for row in rows])
+        def load(rows: list[int]) -> tuple[list[Item], Tensor]:
+            return [item(row) for row in rows], model.require_features([paths[row] for row in rows])
 
-        options = {"replace": replace, "skip_corrupt": skip_corrupt}
-        return _add(opened, ids, item, features, **options, size=_IMAGE_BATCH)
+        return _add(opened, ids, load, replace=replace, skip_corrupt=skip_corrupt, size=_IMAGE_BATCH)
 
 
 def id_of_path(gallery: str | PathLike[str], path: str) -> str:
@@ -127,11 +126,11 @@ def add_extraction(
         name = Path(str(images.paths[row])).name
         return Item(ids[row], name, metadata.identity or identity, metadata.camera or camera, metadata.time)
 
-    def features(rows: list[int]) -> np.ndarray:
-        return np.array(content.matrix[rows])
+    def load(rows: list[int]) -> tuple[list[Item], Tensor]:
+        return [item(row) for row in rows], torch.from_numpy(np.array(content.matrix[rows]))
 
     with create_or_open(gallery, content.model) as opened:
-        return _add(opened, ids, item, features, replace=replace, size=_EXTRACTED_BATCH)[:2]
+        return _add(opened, ids, load, replace=replace, size=_EXTRACTED_BATCH)[:2]
 
 
 def _known(value: object) -> str:
@@ -141,18 +140,13 @@ def _known(value: object) -> str:
 def _add(
     gallery: MutableGallery,
     ids: list[str],
-    item: Callable[[int], Item],
-    features: Callable[[list[int]], Tensor | np.ndarray],
+    load: Callable[[list[int]], tuple[list[Item], Tensor]],
     *,
     replace: bool,
     size: int,
     skip_corrupt: bool = False,
 ) -> tuple[int, int, list[str]]:
     """Add items in batches of ``size``; an id that is repeated counts once. Build the candidate index if needed."""
-
-    def items_and_features(rows: list[int]) -> tuple[list[Item], Tensor]:
-        return [item(row) for row in rows], torch.as_tensor(features(rows))
-
     added, faults = 0, list[str]()
     first_rows = list({item_id: row for row, item_id in reversed(list(enumerate(ids)))}.values())[::-1]
     starts = range(0, len(first_rows), size)
@@ -162,30 +156,23 @@ def _add(
         block = [row for row in block if replace or ids[row] not in gallery]
         if not block:
             continue
-        parts, block_faults = compute_readable(block, items_and_features)
+        parts, block_faults = compute_readable(block, load)
         faults += block_faults
-        if not parts:
-            _check_readable(faults, skip_corrupt)
-            continue
-        items = [*chain.from_iterable(part for _, (part, _) in parts)]
-        values = torch.cat([part for _, (_, part) in parts])
-        new = gallery.add(items, values, skip_existing=True)  # other processes may have added some in the meantime
-        old = sorted(set(range(len(items))) - set(new)) if replace else []
-        if old:
-            gallery.update([items[row] for row in old], values[old])
-        added += len(new) + len(old)
-        _check_readable(faults, skip_corrupt)
+        if parts:
+            items = [*chain.from_iterable(part for _, (part, _) in parts)]
+            values = torch.cat([part for _, (_, part) in parts])
+            new = gallery.add(items, values, skip_existing=True)  # other processes may have added some in the meantime
+            old = sorted(set(range(len(items))) - set(new)) if replace else []
+            if old:
+                gallery.update([items[row] for row in old], values[old])
+            added += len(new) + len(old)
+        if faults and not skip_corrupt:
+            reason = faults[0].partition("\n  fix:")[0]
+            more = f" ({len(faults) - 1} more in this batch)" if len(faults) > 1 else ""
+            raise DataError(
+                f"{reason}{more}. The images before it, and the others of its batch, are in the gallery.\n"
+                "  fix: repair or delete the file, or skip unreadable images with --skip-corrupt"
+            )
     if gallery.wants_candidates:
         gallery.build_candidates()
     return added, len(first_rows) - added - len(faults), faults
-
-
-def _check_readable(faults: list[str], skip_corrupt: bool) -> None:
-    """Raise DataError if images cannot be read, unless they are skipped."""
-    if faults and not skip_corrupt:
-        reason = faults[0].partition("\n  fix:")[0]
-        more = f" ({len(faults) - 1} more in this batch)" if len(faults) > 1 else ""
-        raise DataError(
-            f"{reason}{more}. The images before it, and the others of its batch, are in the gallery.\n"
-            "  fix: repair or delete the file, or skip unreadable images with --skip-corrupt"
-        )

@@ -19,7 +19,7 @@ from fastamp.config import CfgNode
 from fastamp.contracts import Batch
 from fastamp.data.jpeg_warnings import decoding_pool, read_in_threads
 from fastamp.data.transforms import build_transforms
-from fastamp.evaluation.calibration import Calibration, read_calibration
+from fastamp.evaluation.calibration import read_calibration
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
 from fastamp.feature_pass import Forward, call_model, collect_features
@@ -85,7 +85,7 @@ class Predictor(FeatureModel):
         self.checkpoint = expand(loaded.cfg.MODEL.WEIGHTS)
         self.cfg, self.model, self.policy, self.extra = loaded.cfg, loaded.model, loaded.policy, loaded.extra
         _check_pairs(self.extra.get("pairs", {}), self.checkpoint)
-        self._calibration = read_calibration(self.extra, self.checkpoint)
+        self.stored_calibration = read_calibration(self.extra, self.checkpoint)
         self.transforms = build_transforms(self.cfg, is_train=False)
         self.metric, self.batch_size = str(self.cfg.TEST.METRIC), int(self.cfg.TEST.IMS_PER_BATCH)
 
@@ -158,27 +158,6 @@ class Predictor(FeatureModel):
         Features from models with equal hashes can be compared.
         """
         return hash_of_features(self.cfg, self.model.state_dict(), self.transforms.resize)
-
-    @cached_property
-    def calibration(self) -> Calibration | None:
-        """Calibration in the checkpoint; None if there is none, or if it is for other features or another metric."""
-        measured, metric = self._calibration, self.cfg.TEST.METRIC
-        if measured is None:
-            return None
-        cause = (
-            f"it is for TEST.METRIC {measured.metric}, but the metric is {metric}" if measured.metric != metric else ""
-        )
-        if measured.config_hash != self.config_hash:
-            cause = f"it is of a different model ({measured.config_hash}, this model: {self.config_hash})"
-        if not cause:
-            return measured
-        logger.warning(
-            "the calibration in %s is not used: %s, so there are no decisions.\n"
-            "  fix: use the model without overrides, or calibrate it again with fastamp calibrate",
-            self.checkpoint,
-            cause,
-        )
-        return None
 
     def features(
         self,

@@ -4,7 +4,7 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ class ExportedModel(FeatureModel):
             size_key="INPUT.SIZE_TEST",
         )
         self.metric = self.metadata["metric"]
+        self.stored_calibration = _calibration_in(self.metadata, self.checkpoint)
         mean, std = (
             np.array(self.metadata[name], dtype=np.float32).reshape(-1, 1, 1) for name in ("pixel_mean", "pixel_std")
         )
@@ -102,25 +103,6 @@ class ExportedModel(FeatureModel):
         """Evaluation protocol of the checkpoint; market1501 if the file does not name it."""
         rule = PROTOCOL_REGISTRY.get(self.metadata.get("protocol", "market1501"))
         return Protocol(metric=self.metric, rule=rule())
-
-    @cached_property
-    def calibration(self) -> Calibration | None:
-        """Calibration in the file; None if there is none, or if it is for other features."""
-        state = self.metadata.get("calibration")
-        if state is None:
-            return None
-        if state.get("config_hash") != self.config_hash:
-            logger.warning(
-                "%s: its calibration is not used, because it is for features that are not L2-normalized.\n"
-                "  fix: export the model without --l2",
-                self.checkpoint,
-            )
-            return None
-        try:
-            curve = {name: torch.tensor(state[name], dtype=torch.float64) for name in ("scores", "probabilities")}
-        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise damaged_entry_error(self.checkpoint, f"calibration: {type(error).__name__}: {error}") from error
-        return read_calibration({"calibration": state | curve}, self.checkpoint)
 
     @property
     def feature_dim(self) -> int:
@@ -222,6 +204,16 @@ class ExportedModel(FeatureModel):
                 "  fix: export the model with --precision float32"
             )
         return features
+
+
+def _calibration_in(metadata: dict[str, Any], path: Path) -> Calibration | None:
+    """Read the calibration in the metadata, with lists instead of tensors; None if there is none."""
+    state = metadata.get("calibration")
+    try:
+        curve = {name: torch.tensor(state[name], dtype=torch.float64) for name in ("scores", "probabilities") if state}
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise damaged_entry_error(path, f"calibration: {type(error).__name__}: {error}") from error
+    return read_calibration({"calibration": state and state | curve}, path)
 
 
 def _joined(features: list[NDArray[np.float32]]) -> NDArray[np.float32]:
