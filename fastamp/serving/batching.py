@@ -7,21 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastamp.serving.errors import RequestError
 from fastamp.utils.errors import DataError
-
-
-class _Waiting(NamedTuple):
-    """Image that waits since ``start``, in seconds of the event loop's clock."""
-
-    image: Any
-    future: "asyncio.Future[Tensor]"
-    start: float
 
 
 class Batcher:
@@ -56,11 +48,11 @@ class Batcher:
         observe: Callable[[int], None] | None = None,
     ) -> None:
         self._compute, self._batch, self._queue, self._wait, self._observe = compute, batch, queue, wait, observe
-        self._waiting: deque[_Waiting] = deque()
+        # Images, and the seconds of the event loop's clock since which they wait.
+        self._waiting: deque[tuple[Any, asyncio.Future[Tensor], float]] = deque()
         self._threads = ThreadPoolExecutor(workers, "model")
         self._workers = workers
-        self._wake = asyncio.Event()
-        self._free = asyncio.Event()
+        self._changed = asyncio.Event()  # an image waits, or a thread is free
         self._tasks: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
         self.pending = self.computing = 0
@@ -107,35 +99,26 @@ class Batcher:
         """
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Tensor]] = [loop.create_future() for _ in images]
-        self._waiting.extend(_Waiting(*waiting, loop.time()) for waiting in zip(images, futures, strict=True))
-        self._wake.set()
+        self._waiting.extend((image, future, loop.time()) for image, future in zip(images, futures, strict=True))
+        self._changed.set()
         # The first error must not leave the others unread.
-        results = await asyncio.gather(*futures, return_exceptions=True)
-        features = []
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-            features.append(result)
-        return torch.stack(features)
+        await asyncio.gather(*futures, return_exceptions=True)
+        return torch.stack([future.result() for future in futures])
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._wake.wait()
-            while self.computing == self._workers:
-                self._free.clear()
-                await self._free.wait()
+            await self._changed.wait()
+            self._changed.clear()
             self._drop_abandoned()
-            if not self._waiting:
+            if not self._waiting or self.computing == self._workers:
                 continue
-            remaining = self._waiting[0].start + self._wait - loop.time()
+            remaining = self._waiting[0][2] + self._wait - loop.time()
             if len(self._waiting) < self._batch and remaining > 0:
                 await asyncio.sleep(remaining)
                 self._drop_abandoned()
             idle = self._workers - self.computing
             taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), idle * self._batch))]
-            if not self._waiting:
-                self._wake.clear()
             if not taken:
                 continue
             size = math.ceil(len(taken) / idle)
@@ -150,23 +133,20 @@ class Batcher:
 
     def _drop_abandoned(self) -> None:
         """Drop the images of requests that are no longer awaited."""
-        self._waiting = deque(waiting for waiting in self._waiting if not waiting.future.cancelled())
-        if not self._waiting:
-            self._wake.clear()
+        self._waiting = deque(waiting for waiting in self._waiting if not waiting[1].cancelled())
 
-    async def _compute_batch(self, batch: list[_Waiting]) -> None:
+    async def _compute_batch(self, batch: list[tuple[Any, asyncio.Future[Tensor], float]]) -> None:
         """Compute a batch in a thread and set its results."""
         loop, start = asyncio.get_running_loop(), time.monotonic()
         self.starts.append(start)
         try:
-            results: Sequence[Any] = await loop.run_in_executor(
-                self._threads, self._results, [waiting.image for waiting in batch]
-            )
+            images = [image for image, _, _ in batch]
+            results: Sequence[Any] = await loop.run_in_executor(self._threads, self._results, images)
         except Exception as error:  # a bug, or out of memory: the requests fail, the service continues
             results = [error] * len(batch)
         self.starts.remove(start)
         self.computing -= 1
-        self._free.set()
+        self._changed.set()
         for (_, future, _), result in zip(batch, results, strict=True):
             if future.cancelled():  # the client has disconnected
                 continue

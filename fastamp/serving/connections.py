@@ -7,14 +7,13 @@ import socket
 import sys
 import threading
 import time
-from asyncio import AbstractEventLoop, Transport
+from asyncio import Transport
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
 from fastamp.serving.options import Limits
 
@@ -49,17 +48,8 @@ def allowed_connections(requested: int) -> int:
 class Connection(H11Protocol):
     """Connection of a client, which is closed if the client is late."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: AbstractEventLoop | None = None,
-        *,
-        limits: Limits,
-        most: int,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, *args: Any, limits: Limits, most: int, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._limits, self._most = limits, most
         self._waits_since: float | None = time.monotonic()  # for a complete header
         self._unsent_since: float | None = None

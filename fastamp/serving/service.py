@@ -139,11 +139,17 @@ class Service:
             RequestError: if the queue is full, or an image is invalid.
         """
         with self.batcher.places(len(uploads)):
-            decoded = await asyncio.gather(*(self._decode(upload, number) for number, upload in enumerate(uploads)))
+            decoding = [
+                self._decoder.decode(upload.content, f"{number} ({upload.name})")
+                for number, upload in enumerate(uploads)
+            ]
             try:
+                decoded = await asyncio.gather(*decoding)
                 features = await self.batcher.features([image for image, _ in decoded])
             except DataError as error:
-                raise RequestError(422, "invalid_image", *split_fix(str(error))) from error
+                message, _ = split_fix(str(error))
+                fix = f"send a JPEG, PNG or WebP file of at most {self.limits.megapixels:g} megapixels"
+                raise RequestError(422, "invalid_image", message, fix) from error
             return features, [picture for _, picture in decoded]
 
     def _compute(self, images: Sequence[Tensor]) -> Tensor:
@@ -153,15 +159,6 @@ class Service:
             if torch.get_num_threads() != threads:  # of this thread
                 torch.set_num_threads(threads)
         return self._features(images)
-
-    async def _decode(self, upload: Upload, number: int) -> tuple[Tensor, bytes]:
-        """Decode and preprocess an image, and make its picture."""
-        try:
-            return await self._decoder.decode(upload.content, f"{number} ({upload.name})")
-        except DataError as error:
-            message, _ = split_fix(str(error))
-            fix = f"send a JPEG, PNG or WebP file of at most {self.limits.megapixels:g} megapixels"
-            raise RequestError(422, "invalid_image", message, fix) from error
 
     def require_gallery(self) -> MutableGallery:
         """Return the gallery; raise RequestError with status 404 if there is none."""
