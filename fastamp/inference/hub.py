@@ -29,6 +29,15 @@ PREFIX = "hf://"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _UPLOADED = (CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, LICENSE_NAME)
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+_DOWNLOAD = "download it with a connection to the Hub, or correct cache_dir"
+_CONNECT = "check the network, the proxy and HF_ENDPOINT"
+_FIXES = {
+    400: "correct what the Hub rejected; the metadata of a model card is at the top of README.md",
+    401: f"correct the access token: {_LOG_IN}",
+    403: "use a token with write permission for this user or organization",
+    409: "choose another name",
+}
+"""HTTP status other than those of missing files and repositories -> fix."""
 _TIMEOUT = 20  # seconds
 
 
@@ -269,60 +278,30 @@ def _explain(error: Exception, repository: str, revision: str | None) -> HubErro
     """Return the error to show instead of an error of huggingface_hub; None for errors of other kinds."""
     hub = _import_hub()
     errors, endpoint = hub.errors, hub.constants.ENDPOINT
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if isinstance(error, errors.GatedRepoError):
-        return HubError(
-            f"{repository} is gated: its owner grants access on request.\n"
-            f"  fix: request access at {endpoint}/{repository}, and {_LOG_IN}"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return HubError(
-            f"{repository} has no revision {revision!r}.\n  fix: choose a branch, tag or commit listed at "
-            f"{endpoint}/{repository}/commits/main"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        recipe = f"; {repository} is a recipe, not a model" if find_recipe(repository) else ""
-        return HubError(
-            f"{repository} was not found: there is no such local path, and at {endpoint} it does not exist or is "
-            f"private{recipe}.\n  fix: correct the name or path; for a private model, {_LOG_IN}"
-        )
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        if isinstance(error.__cause__, Exception):  # why the file was searched in the cache
-            return _explain(error.__cause__, repository, revision)
-        return _NotCachedError(
-            f"{repository}{f' at revision {revision}' if revision else ''} is not in the cache of downloads.\n"
-            "  fix: download it with a connection to the Hub, or correct cache_dir"
-        )
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        return _explain(error.__cause__, repository, revision)  # why the file was searched in the cache
+    found, status = (str(error).strip().splitlines() or [type(error).__name__])[0], 0
     if isinstance(error, errors.HfHubHTTPError):
-        return _explain_status(error, repository, first)
-    if isinstance(error, ConnectionError | TimeoutError | errors.HTTPError):
-        return _UnreachableError(
-            f"cannot reach {endpoint} for {repository}.\n  found: {first}\n"
-            "  fix: check the network, the proxy and HF_ENDPOINT"
-        )
-    if isinstance(error, OSError):
-        return HubError(
-            f"cannot transfer {repository}.\n  found: {first}\n"
-            "  fix: check the free space and the permissions of the cache folder (HF_HOME)"
-        )
-    if isinstance(error, ValueError):  # names that the Hub forbids, invalid model cards, answers of other servers
-        return HubError(
-            f"{endpoint} or huggingface_hub rejected {repository}.\n  found: {error}\n"
-            "  fix: correct the name, or the metadata at the top of README.md"
-        )
+        found, status = error.server_message or found, error.response.status_code
+    recipe = f"; {repository} is a recipe, not a model" if find_recipe(repository) else ""
+    commits = f"{endpoint}/{repository}/commits/main"
+    explanations: list[tuple[Any, str, str]] = [
+        (errors.GatedRepoError, "is gated", f"request access at {endpoint}/{repository}, and {_LOG_IN}"),
+        (errors.RevisionNotFoundError, f"has no revision {revision!r}", f"choose a branch, tag or commit of {commits}"),
+        (
+            errors.RepositoryNotFoundError,
+            f"is not a local path, and at {endpoint} it does not exist or is private{recipe}",
+            f"correct the name or path; for a private model, {_LOG_IN}",
+        ),
+        (errors.LocalEntryNotFoundError, f"at revision {revision or 'main'} is not in the cache", _DOWNLOAD),
+        (errors.HfHubHTTPError, f"got the status {status} from the Hub", _FIXES.get(status, "try again later")),
+        ((ConnectionError, TimeoutError, errors.HTTPError), f"cannot be reached at {endpoint}", _CONNECT),
+        (OSError, "cannot be transferred", "check the space and the permissions of the cache folder (HF_HOME)"),
+        # Names that the Hub forbids, invalid model cards, answers of other servers.
+        (ValueError, f"was rejected by {endpoint} or huggingface_hub", "correct the name, or the top of README.md"),
+    ]
+    classes = {_DOWNLOAD: _NotCachedError, _CONNECT: _UnreachableError}
+    for kinds, problem, fix in explanations:
+        if isinstance(error, kinds):
+            return classes.get(fix, HubError)(f"{repository} {problem}.\n  found: {found}\n  fix: {fix}")
     return None
-
-
-def _explain_status(error: Any, repository: str, first: str) -> HubError:
-    """Return the error for an HTTP status other than those of missing files and repositories."""
-    status = error.response.status_code
-    fix = {
-        400: "correct what the Hub rejected; the metadata of a model card is at the top of README.md",
-        401: f"correct the access token: {_LOG_IN}",
-        403: "use a token with write permission for this user or organization",
-        409: "choose another name",
-    }.get(status, "try again later")
-    return HubError(
-        f"the Hub answered with status {status} for {repository}.\n"
-        f"  found: {error.server_message or first}\n  fix: {fix}"
-    )

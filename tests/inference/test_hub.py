@@ -193,7 +193,7 @@ def test_without_connection_the_cached_files_are_used_with_a_warning(hub, model,
     constants = sys.modules["huggingface_hub.constants"]
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert fastamp.from_pretrained("user/model") is not None
-    assert "cannot reach" in caplog.text and commit in caplog.text
+    assert "cannot be reached" in caplog.text and commit in caplog.text
     with pytest.raises(HubError, match=r"127\.0\.0\.1:9"):
         download("user/other")
     with pytest.raises(HubError, match=r"127\.0\.0\.1:9"):
