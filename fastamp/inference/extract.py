@@ -3,9 +3,8 @@
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 from fastamp.contracts import Batch
 from fastamp.data.build import check_known_cameras, inference_workers
 from fastamp.data.dataset import ReidDataset
-from fastamp.data.datasets.base import ImageDataset
-from fastamp.data.datasets.items import ImageItem
+from fastamp.data.datasets.items import PackedItems
 from fastamp.data.loader import TestLoader
 from fastamp.data.samplers import InferenceSampler
-from fastamp.data.transforms import build_transforms
+from fastamp.data.transforms import Transforms, build_transforms
 from fastamp.feature_pass import feature_pass
 from fastamp.inference.image_list import Listing, list_images
 from fastamp.inference.outputs import PredictorOutput
@@ -97,8 +95,7 @@ def extract(
     listing = list_images(source, predictor.cfg, splits)
     items = listing.items
     check_known_cameras(predictor.cfg, listing.dataset)
-    predictor.camera_view_ids(len(items), camids=items.camids.codes, viewids=items.viewids)
-    predictor.check_modality(items.columns, str(source))
+    predictor.inputs.check(items, str(source))
     with writing(out):
         parts = PartialRows(out.with_name(f"{out.name}.parts"), describe_extraction(predictor, listing, skip_corrupt))
     try:
@@ -111,16 +108,11 @@ def extract(
                 "  fix: check that the files exist and are images"
             )
         images = listing.columns(np.setdiff1d(np.arange(len(items)), list(parts.unreadable)))
-        outputs, matrix = _stored_outputs(predictor), parts.matrix()
-        width = parts.width - sum(len(output.names) for output in outputs)
-        further, start = dict(images.further), width
-        for output in outputs:
-            stop = start + len(output.names)
-            values = output.finish(torch.from_numpy(np.array(matrix[:, start:stop])))
-            columns = np.ascontiguousarray(values.T.numpy())
-            further |= {VALUE_PREFIX + name: column for name, column in zip(output.names, columns, strict=True)}
-            start = stop
-        images = replace(images, further=further)
+        names, matrix = _stored_names(predictor), parts.matrix()
+        width = parts.width - len(names)
+        values = np.ascontiguousarray(matrix[:, width:].T)
+        further = {VALUE_PREFIX + name: column for name, column in zip(names, values, strict=True)}
+        images = replace(images, further={**images.further, **further})
         model = ModelId(width, predictor.metric, predictor.config_hash, str(predictor.checkpoint))
         extraction = Features(out, matrix[:, :width], images, model)
         if out.suffix == ".npz":
@@ -144,25 +136,31 @@ def _compute(
         return
     if parts.done:
         logger.info("resuming: %d of %s extracted before", parts.done, plural(total, "image"))
-    first = parts.done
     images = _Images(
-        listing.items[first:],
+        listing.items,
         build_transforms(cfg, is_train=False),
-        skip_corrupt,
+        skip_unreadable=skip_corrupt,
+        relabel=False,
         sources=[listing.dataset] if listing.dataset else [],
         categories=cfg.DATASETS.CATEGORIES,
     )
-    sampler = InferenceSampler(size=len(images), batch_size=cfg.TEST.IMS_PER_BATCH)
+    rows = range(parts.done, total)
+    sampler = InferenceSampler(size=len(rows), batch_size=cfg.TEST.IMS_PER_BATCH, images=rows)
     loader = TestLoader(images, sampler, num_workers=inference_workers(cfg, num_workers), device=predictor.device)
+    outputs = _stored_outputs(predictor)
 
-    def process(batch: Batch, outputs: Tensor) -> None:
+    def forward(model: nn.Module, batch: Batch) -> list[Tensor]:
+        found = [output.compute(model, batch) for output in outputs]
+        return [found[0][0], *(values for _, values in found)] if found else [model(batch)]
+
+    def process(batch: Batch, computed: list[Tensor]) -> None:
+        features, *found = computed
+        values = [output.finish(part) for output, part in zip(outputs, found, strict=True)]
         readable = [row not in batch["unreadable"] for row in batch["indices"].tolist()]
-        unreadable = {first + row: message for row, message in batch["unreadable"].items()}
         with writing(parts.folder):
-            parts.append(outputs.cpu().numpy()[readable], unreadable)
+            parts.append(torch.cat([features, *values], dim=1).cpu().numpy()[readable], batch["unreadable"])
 
     options: dict[str, Any] = {"locate": None, "on_all_ranks": False, "flip_test": cfg.TEST.FLIP.ENABLED}
-    forward = partial(_features_and_values, _stored_outputs(predictor))
     feature_pass(predictor.model, loader, process, predictor.policy, forward=forward, title="extracting", **options)
     with writing(parts.folder):
         parts.save()
@@ -172,32 +170,19 @@ def _stored_outputs(predictor: "Predictor") -> list[PredictorOutput]:
     return [output for output in predictor.outputs.values() if output.stored]
 
 
-def _features_and_values(outputs: Sequence[PredictorOutput], model: nn.Module, batch: Batch) -> Tensor:
-    """Compute the features and the values of outputs (B, D + A) of a batch."""
-    found = [output.compute(model, batch) for output in outputs]
-    if not found:
-        features: Tensor = model(batch)
-        return features
-    return torch.cat([found[0][0], *(values for _, values in found)], dim=1)
+def _stored_names(predictor: "Predictor") -> list[str]:
+    return [name for output in _stored_outputs(predictor) for name in output.names]
 
 
 class _Images(ReidDataset):
     """Dataset of images, some of which may be unreadable.
 
-    With ``skip_corrupt``, the batch entry ``unreadable`` maps the index of each unreadable image to its error message.
+    With ``skip_unreadable``, the entry ``unreadable`` of a batch maps indices of unreadable images to error messages.
     """
 
-    def __init__(
-        self,
-        items: Sequence[ImageItem],
-        transforms: Any,
-        skip_corrupt: bool,
-        *,
-        sources: Sequence[ImageDataset] = (),
-        categories: Mapping[str, Sequence[Any]] | None = None,
-    ) -> None:
-        super().__init__(items, transforms, relabel=False, sources=sources, categories=categories)
-        self.skip_unreadable = skip_corrupt
+    def __init__(self, items: PackedItems, transforms: Transforms, *, skip_unreadable: bool, **options: Any) -> None:
+        super().__init__(items, transforms, **options)
+        self.skip_unreadable = skip_unreadable
         self._unreadable: dict[int, str] = {}
 
     def __getitems__(self, keys: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
@@ -207,7 +192,7 @@ class _Images(ReidDataset):
         return batch | {"unreadable": self._unreadable}
 
     def read(self, index: int) -> Tensor:
-        """Read an image, see ``ReidDataset``; with ``skip_corrupt``, a black image replaces an unreadable image."""
+        """Read an image, see ``ReidDataset``; with ``skip_unreadable``, a black image replaces an unreadable image."""
         try:
             return super().read(index)
         except DataError as error:
@@ -225,14 +210,14 @@ def describe_extraction(predictor: "Predictor", listing: Listing, skip_corrupt: 
     """Describe an extraction: a hash of its images, and settings that can change the features, if only by rounding."""
     digest = hashlib.blake2b(digest_size=16)
     splits = listing.split if listing.split is not None else [""] * len(listing.items)
-    column = predictor.modality_column
+    column = predictor.inputs.modality_column
     for item, pid, split in zip(listing.items, listing.pids, splits, strict=True):
         values: tuple[Any, ...] = (item.path, str(pid), item.camid, item.viewid, item.box, str(split))
         if column:
-            values += ((item.columns or {}).get(column, predictor.cfg.MODEL.BACKBONE.MODALITY),)
+            values += ((item.columns or {}).get(column, predictor.inputs.default_modality),)
         digest.update(repr(values).encode())
     return {
-        "values": [name for output in _stored_outputs(predictor) for name in output.names],
+        "values": _stored_names(predictor),
         "model": predictor.config_hash,
         "images": digest.hexdigest(),
         "precision": f"{predictor.policy.describe()} on {predictor.device.type}",

@@ -78,9 +78,9 @@ def compare_on_random_images(
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         batch: Batch = {}
         for name in ("camids", "viewids"):
-            batch[name] = torch.randint(predictor.camera_view_counts.get(name, 1), (count,), generator=generator)
-        if predictor.modality_column and not cfg.MODEL.BACKBONE.MODALITY:
-            batch[predictor.modality_column] = torch.randint(len(predictor.modalities), (count,), generator=generator)
+            batch[name] = torch.randint(predictor.inputs.counts.get(name, 1), (count,), generator=generator)
+        if column := predictor.inputs.required_modality:
+            batch[column] = torch.randint(len(predictor.inputs.modalities), (count,), generator=generator)
         title = f"random, batch of {count}" + (f", {width} x {height} pixels" if raw else "")
         resized = torch.stack([predictor.transforms.resize(image) for image in images]) if raw else images
         rows = expected(batch | {"images": resized}), actual(batch | {"images": list(images) if raw else images})

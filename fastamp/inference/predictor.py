@@ -2,13 +2,12 @@
 
 import logging
 import os
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,10 +26,10 @@ from fastamp.inference.config_hash import hash_of_features
 from fastamp.inference.extract import extract
 from fastamp.inference.feature_model import FeatureModel, ImageOptions
 from fastamp.inference.images import COLORS, Boxes, Image, as_list, crop_frame
+from fastamp.inference.model_inputs import ModelInputs
 from fastamp.inference.outputs import OUTPUT_REGISTRY, PredictorOutput
 from fastamp.modeling import load_model
-from fastamp.modeling.meta_arch.image_model import ImageModel
-from fastamp.utils.errors import ConfigError, DataError, check_choice
+from fastamp.utils.errors import DataError, check_choice
 from fastamp.utils.files import expand
 from fastamp.utils.logger import log_to_console
 from fastamp.utils.progress import track
@@ -64,6 +63,7 @@ class Predictor(FeatureModel):
         cfg: config of the run, frozen.
         model: model in evaluation mode.
         policy: precision policy.
+        inputs: cameras, views and modalities that the model requires.
         extra: entries of the checkpoint other than the weights.
 
     Raises:
@@ -86,7 +86,7 @@ class Predictor(FeatureModel):
         self.cfg, self.model, self.policy, self.extra = loaded.cfg, loaded.model, loaded.policy, loaded.extra
         _check_pairs(self.extra.get("pairs", {}), self.checkpoint)
         self.stored_calibration = read_calibration(self.extra, self.checkpoint)
-        self.transforms = build_transforms(self.cfg, is_train=False)
+        self.transforms, self.inputs = build_transforms(self.cfg, is_train=False), ModelInputs(self.cfg, self.model)
         self.metric, self.batch_size = str(self.cfg.TEST.METRIC), int(self.cfg.TEST.IMS_PER_BATCH)
 
     def __call__(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
@@ -117,25 +117,6 @@ class Predictor(FeatureModel):
         """Evaluation protocol, whose junk is excluded from pairs of a reference."""
         return Protocol.from_config(self.cfg)
 
-    @property
-    def camera_view_counts(self) -> dict[str, int]:
-        """Number of embeddings of cameras (``camids``) and views (``viewids``); only those that the model has."""
-        if not (isinstance(self.model, ImageModel) and self.model.backbone.takes_cameras):
-            return {}
-        backbone = self.cfg.MODEL.BACKBONE
-        counts = {"camids": backbone.SIE_CAMERAS, "viewids": backbone.SIE_VIEWS}
-        return {name: count for name, count in counts.items() if count}
-
-    @property
-    def modality_column(self) -> str:
-        """Name of the column that selects the stem of a two-stem model; "" for other models."""
-        return self.model.backbone.modality_column if isinstance(self.model, ImageModel) else ""
-
-    @property
-    def modalities(self) -> tuple[str, ...]:
-        """Modalities in the order of their numbers; () for models without a stem for each modality."""
-        return tuple(self.cfg.DATASETS.CATEGORIES[self.modality_column]) if self.modality_column else ()
-
     @cached_property
     def outputs(self) -> dict[str, PredictorOutput]:
         """Outputs of the model other than its features: name -> output."""
@@ -145,7 +126,7 @@ class Predictor(FeatureModel):
     @property
     def default_modality(self) -> str:
         """``MODEL.BACKBONE.MODALITY`` of a two-stem model; "" for other models."""
-        return str(self.cfg.MODEL.BACKBONE.MODALITY) if self.modality_column else ""
+        return self.inputs.default_modality
 
     def extract_folder(self, folder: Path, out: Path) -> list[str]:
         """Extract the images in a folder to a file, and return the error messages of unreadable images."""
@@ -196,7 +177,8 @@ class Predictor(FeatureModel):
             ConfigError: if required ``camids``, ``viewids`` or ``modality`` are missing or invalid, or ``color`` is
                 unknown.
         """
-        return self._compute(images, boxes=boxes, color=color, camids=camids, viewids=viewids, modality=modality)
+        labels: dict[str, Any] = {"camids": camids, "viewids": viewids, "modality": modality}
+        return self._compute(images, boxes=boxes, color=color, **labels)
 
     def predict(
         self,
@@ -231,11 +213,9 @@ class Predictor(FeatureModel):
         *,
         boxes: Boxes | None,
         color: str = "rgb",
-        camids: Sequence[int] | None = None,
-        viewids: Sequence[int] | None = None,
-        modality: str | Sequence[str] | None = None,
         forward: Forward = call_model,
         width: int | None = None,
+        **labels: Any,
     ) -> Tensor:
         """Compute the outputs (N, width) of ``forward`` for images, by default as wide as the features."""
         check_choice("color", color, COLORS)
@@ -243,8 +223,7 @@ class Predictor(FeatureModel):
             images, color = crop_frame(images, boxes, color, self._decode)
         else:
             images = as_list(images)
-        inputs = self._inputs(len(images), camids=camids, viewids=viewids, modality=modality)
-        kept = list[int]()
+        inputs, kept = self.inputs.of_images(len(images), **labels), list[int]()
         starts = range(0, len(images), self.batch_size)
 
         def load(number: int) -> Tensor | None:
@@ -288,15 +267,7 @@ class Predictor(FeatureModel):
             )
         return result
 
-    def tracklet_features(
-        self,
-        frames: Sequence[Image],
-        *,
-        color: str = "rgb",
-        camids: Sequence[int] | None = None,
-        viewids: Sequence[int] | None = None,
-        modality: str | Sequence[str] | None = None,
-    ) -> Tensor:
+    def tracklet_features(self, frames: Sequence[Image], *, color: str = "rgb", **labels: Any) -> Tensor:
         """Extract the feature of a tracklet, from one batch with all of its frames.
 
         Models without temporal pooling (MODEL.HEADS.TEMPORAL_POOL) average the features of the frames.
@@ -304,7 +275,7 @@ class Predictor(FeatureModel):
         Args:
             frames: frames in temporal order, see ``features``.
             color: see ``features``.
-            camids, viewids, modality: camera, view and modality of each frame, see ``features``.
+            labels: ``camids``, ``viewids`` and ``modality`` of each frame, see ``features``.
 
         Returns:
             (D,) float32 on the CPU, not normalized.
@@ -314,11 +285,7 @@ class Predictor(FeatureModel):
             ConfigError: see ``features``.
         """
         frames = as_list(frames)
-        if not len(frames):
-            raise DataError(
-                f"expected a tracklet of at least one frame, got {len(frames)}.\n  fix: pass the frames of the tracklet"
-            )
-        batch: dict[str, Any] = self._inputs(len(frames), camids=camids, viewids=viewids, modality=modality)
+        batch: Batch = self.inputs.of_images(len(frames), **labels)
         batch["images"] = self.transforms.stack([self.preprocess(frame, color=color) for frame in frames])
         batch["tracklet"] = torch.zeros(len(frames), dtype=torch.int64)
         return self.compute([batch]).mean(0)
@@ -336,14 +303,14 @@ class Predictor(FeatureModel):
             ConfigError: if the model requires cameras, views or modalities.
             DataError: if the images have different sizes, or a feature is not finite.
         """
-        batch: dict[str, Any] = self._inputs(len(images), camids=None, viewids=None, modality=None)
+        batch: Batch = self.inputs.of_images(len(images))
         batch["images"] = self.transforms.stack(list(images))
         return self.compute([batch])
 
     @cached_property
     def feature_dim(self) -> int:
         """Dimension D of the features."""
-        batch = self._inputs(1, camids=[0], viewids=[0], modality=next(iter(self.modalities), None))
+        batch = self.inputs.of_images(1, camids=[0], viewids=[0], modality=next(iter(self.inputs.modalities), None))
         image = torch.zeros(self.transforms.channels, 256, 128, dtype=torch.uint8)
         batch["images"] = self.transforms.resize(image)[None]
         return self.compute([batch]).shape[1]
@@ -369,68 +336,6 @@ class Predictor(FeatureModel):
         options: dict[str, Any] = {"locate": None, "on_all_ranks": False, "flip_test": flip, "forward": forward}
         found = collect_features(self.model, batches, policy or self.policy, **options)
         return found.get("features", torch.empty(0, 0))
-
-    def camera_view_ids(self, count: int, **given: Sequence[int] | np.ndarray | None) -> dict[str, Tensor]:
-        """Validate cameras and views and convert them to model inputs, one per image; see ``features``.
-
-        Raises:
-            ConfigError: if the model requires cameras or views, and they are missing or out of range.
-        """
-        batch = {}
-        for name, limit in self.camera_view_counts.items():
-            ids = given[name]
-            if ids is None or len(ids) != count or not all(0 <= label < limit and label == int(label) for label in ids):
-                description = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
-                raise ConfigError(
-                    f"the model requires {name} for its embeddings: expected {count} values in 0..{limit - 1}, one per "
-                    f"image; got {description}.\n"
-                    f"  fix: pass the {name} of all images, as numbered in training"
-                )
-            batch[name] = torch.as_tensor(ids, dtype=torch.int64)
-        return {"camids": torch.zeros(count, dtype=torch.int64)} | batch if batch else {}
-
-    def check_modality(self, columns: Container[str], source: str) -> None:
-        """Check that the modality of the images of a dataset is known if the model requires it.
-
-        Args:
-            columns: names of the columns of the dataset.
-            source: name of the dataset, for the message.
-
-        Raises:
-            ConfigError: if the column is missing, and MODEL.BACKBONE.MODALITY is empty.
-        """
-        if self.modality_column and self.modality_column not in columns and not self.cfg.MODEL.BACKBONE.MODALITY:
-            raise ConfigError(
-                f"the model requires the modality of each image, {' or '.join(self.modalities)}: {source} has no "
-                f"column {self.modality_column!r}.\n"
-                "  fix: add the column to the CSV file, or set MODEL.BACKBONE.MODALITY if all images have the same one"
-            )
-
-    def _inputs(self, count: int, *, modality: str | Sequence[str] | None, **ids: Any) -> dict[str, Tensor]:
-        """Validate the modality, cameras and views of images, and convert them to model inputs; see ``features``.
-
-        Raises:
-            ConfigError: if one that the model requires is missing or invalid, or the model has no modalities.
-        """
-        batch, names = self.camera_view_ids(count, **ids), self.modalities
-        if not names:
-            if modality is not None:
-                raise ConfigError(
-                    f"modality {modality!r}: the model has no stem for each modality "
-                    f"(MODEL.BACKBONE.NAME {self.cfg.MODEL.BACKBONE.NAME}).\n  fix: omit the modality"
-                )
-            return batch
-        if modality is None:
-            modality = self.cfg.MODEL.BACKBONE.MODALITY or []
-        given = [modality] if isinstance(modality, str) else [*modality]
-        given *= count if len(given) == 1 else 1
-        if len(given) != count or not set(given) <= set(names):
-            raise ConfigError(
-                f"the model requires the modality of each image, {' or '.join(names)}: expected one value"
-                f"{f', or {count}' if count > 1 else ''}; got {', '.join(map(str, given[:_MAX_LISTED])) or 'none'}.\n"
-                "  fix: pass the modality of the images (--modality, modality=...), or set MODEL.BACKBONE.MODALITY"
-            )
-        return batch | {self.modality_column: torch.tensor([names.index(name) for name in given], dtype=torch.int64)}
 
 
 def _check_pairs(pairs: Any, checkpoint: Path) -> None:

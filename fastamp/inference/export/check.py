@@ -142,7 +142,7 @@ def exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) 
 def compare_exported(report: ExportReport, predictor: Predictor, actual: Features, images: RankedImages | None) -> None:
     """Add comparisons to ``report``; skip the test set if the features of random images already differ too much."""
     policy, l2 = predictor.policy.in_float32(), report.metadata["l2"]
-    ignored = {predictor.modality_column} if predictor.cfg.MODEL.BACKBONE.MODALITY else set()
+    ignored = {predictor.inputs.modality_column} if predictor.inputs.default_modality else set()
 
     def unscaled(batch: Batch) -> Tensor:
         batch = {name: values for name, values in batch.items() if name not in ignored}

@@ -23,7 +23,7 @@ def export_metadata(predictor: Predictor, options: ExportOptions) -> dict[str, A
     cfg = predictor.cfg
     model: Any = predictor.model
     resize = predictor.transforms.resize
-    modalities = {"modalities": list(predictor.modalities)} if predictor.modalities else {}
+    modalities = {"modalities": list(predictor.inputs.modalities)} if predictor.inputs.modalities else {}
     if modalities and cfg.MODEL.BACKBONE.MODALITY:
         modalities["modalities"] = [cfg.MODEL.BACKBONE.MODALITY]
     calibration = {} if predictor.calibration is None else {"calibration": _calibration_values(predictor.calibration)}

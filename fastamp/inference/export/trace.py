@@ -81,7 +81,7 @@ class FeatureExtractor(nn.Module):
             for part in self.model.children():  # keeps the model's pixel mean and standard deviation in float32
                 to_float16(part)
         self.flip, self.l2 = predictor.cfg.TEST.FLIP.ENABLED, l2
-        self.modality_column = predictor.modality_column or "modality"
+        self.modality_column = predictor.inputs.modality_column or "modality"
         # Compute in the dtype of the weights, because autocast would be traced into the file.
         self.policy = PrecisionPolicy("cpu", torch.float32)
 
@@ -144,7 +144,7 @@ def trace(extractor: FeatureExtractor, predictor: Predictor, opset: int | None) 
 
 def label_inputs(predictor: Predictor) -> dict[str, str]:
     """Return the inputs of the exported model in addition to the images, with their names in a batch."""
-    inputs = {name: name for name in predictor.camera_view_counts}
-    if predictor.modality_column and not predictor.cfg.MODEL.BACKBONE.MODALITY:
-        inputs["modality"] = predictor.modality_column
+    inputs = {name: name for name in predictor.inputs.counts}
+    if predictor.inputs.required_modality:
+        inputs["modality"] = predictor.inputs.required_modality
     return inputs

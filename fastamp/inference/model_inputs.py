@@ -1,0 +1,118 @@
+"""Inputs of a model besides the images: their cameras, views and modalities."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastamp.config import CfgNode
+from fastamp.data.datasets.items import PackedItems
+from fastamp.modeling.meta_arch.image_model import ImageModel
+from fastamp.utils.errors import ConfigError
+
+_MAX_LISTED = 20
+
+
+class ModelInputs:
+    """Cameras, views and modalities that a model requires for each image.
+
+    Args:
+        cfg: config of the model.
+        model: the model.
+
+    Attributes:
+        counts: number of embeddings of cameras (``camids``) and views (``viewids``); only those that the model has.
+        modality_column: name of the column that selects the stem of a two-stem model; "" for other models.
+        modalities: modalities in the order of their numbers; () for models without a stem for each modality.
+        default_modality: ``MODEL.BACKBONE.MODALITY``, that of images without a stated one; "" for none.
+    """
+
+    def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
+        self.counts, self.modality_column, self.modalities = dict[str, int](), "", tuple[str, ...]()
+        self.backbone = cfg.MODEL.BACKBONE.NAME
+        if isinstance(model, ImageModel):
+            if model.backbone.takes_cameras:
+                counts = {"camids": cfg.MODEL.BACKBONE.SIE_CAMERAS, "viewids": cfg.MODEL.BACKBONE.SIE_VIEWS}
+                self.counts = {name: count for name, count in counts.items() if count}
+            self.modality_column = str(model.backbone.modality_column)
+        if self.modality_column:
+            self.modalities = tuple(cfg.DATASETS.CATEGORIES[self.modality_column])
+        self.default_modality = str(cfg.MODEL.BACKBONE.MODALITY) if self.modality_column else ""
+
+    @property
+    def required_modality(self) -> str:
+        """``modality_column`` if the modality of each image must be stated; else ""."""
+        return "" if self.default_modality else self.modality_column
+
+    def check(self, items: PackedItems, source: str) -> None:
+        """Check that the images of a dataset have the cameras, views and the modality that the model requires.
+
+        Args:
+            items: the images.
+            source: name of the dataset, for the message.
+
+        Raises:
+            ConfigError: if one is missing or out of range.
+        """
+        self._camera_views(len(items), camids=items.camids.codes, viewids=items.viewids)
+        if self.required_modality and self.required_modality not in items.columns:
+            raise ConfigError(
+                f"the model requires the modality of each image, {' or '.join(self.modalities)}: {source} has no "
+                f"column {self.modality_column!r}.\n"
+                "  fix: add the column to the CSV file, or set MODEL.BACKBONE.MODALITY if all images have the same one"
+            )
+
+    def of_images(
+        self,
+        count: int,
+        *,
+        camids: Sequence[int] | None = None,
+        viewids: Sequence[int] | None = None,
+        modality: str | Sequence[str] | None = None,
+    ) -> dict[str, Tensor]:
+        """Convert the cameras, views and modalities of images to inputs of the model; see ``Predictor.features``.
+
+        Args:
+            count: number of images.
+            camids, viewids, modality: those of the images.
+
+        Returns:
+            Name in a batch -> (count,) int64, only those that the model takes.
+
+        Raises:
+            ConfigError: if one that the model requires is missing or invalid, or the model has no modalities.
+        """
+        batch, names = self._camera_views(count, camids=camids, viewids=viewids), self.modalities
+        if not names:
+            if modality is not None:
+                raise ConfigError(
+                    f"modality {modality!r}: the model has no stem for each modality "
+                    f"(MODEL.BACKBONE.NAME {self.backbone}).\n  fix: omit the modality"
+                )
+            return batch
+        if modality is None:
+            modality = self.default_modality or []
+        given = [modality] if isinstance(modality, str) else [*modality]
+        given *= count if len(given) == 1 else 1
+        if len(given) != count or not set(given) <= set(names):
+            raise ConfigError(
+                f"the model requires the modality of each image, {' or '.join(names)}: expected one value"
+                f"{f', or {count}' if count > 1 else ''}; got {', '.join(map(str, given[:_MAX_LISTED])) or 'none'}.\n"
+                "  fix: pass the modality of the images (--modality, modality=...), or set MODEL.BACKBONE.MODALITY"
+            )
+        return batch | {self.modality_column: torch.tensor([names.index(name) for name in given], dtype=torch.int64)}
+
+    def _camera_views(self, count: int, **given: Sequence[int] | np.ndarray | None) -> dict[str, Tensor]:
+        batch = {}
+        for name, limit in self.counts.items():
+            ids = given[name]
+            if ids is None or len(ids) != count or not all(0 <= label < limit and label == int(label) for label in ids):
+                description = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
+                raise ConfigError(
+                    f"the model requires {name} for its embeddings: expected {count} values in 0..{limit - 1}, one per "
+                    f"image; got {description}.\n"
+                    f"  fix: pass the {name} of all images, as numbered in training"
+                )
+            batch[name] = torch.as_tensor(ids, dtype=torch.int64)
+        return {"camids": torch.zeros(count, dtype=torch.int64)} | batch if batch else {}
