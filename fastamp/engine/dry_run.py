@@ -81,7 +81,7 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
         left = [loop.max_iter - loop.start_iter for loop in loops]
         training = sum(count * measured[-1] for count, measured in zip(left, seconds, strict=True))
         rows.append(["total", _describe_duration(trainer, sum(left), training, evaluation)])
-        rows.append(["checkpoints", _describe_checkpoints(trainer, free)])
+        rows.append(["checkpoints", _describe_checkpoints(trainer, loops, free)])
     else:
         rows.append(["total", "the training is complete; increase SOLVER.MAX_EPOCH to continue training"])
     if comm.is_main_process():
@@ -267,7 +267,7 @@ def _describe_memory(device: torch.device) -> str:
 def _describe_duration(trainer: DefaultTrainer, iterations: int, training: float, evaluation: float) -> str:
     cfg = trainer.cfg
     period, last = cfg.TEST.EVAL_PERIOD, cfg.SOLVER.MAX_EPOCH
-    count = sum(epoch % period == 0 or epoch == last for epoch in _epochs_left(trainer))
+    count = sum(epoch % period == 0 or epoch == last for epoch in _epochs_left(trainer.trainer))
     count += cfg.TEST.EVAL_START and trainer.trainer.start_iter == 0
     without = ["ranking", *(["precise batch norm"] if cfg.TEST.PRECISE_BN.ENABLED else []), "saving"]
     return (
@@ -276,10 +276,11 @@ def _describe_duration(trainer: DefaultTrainer, iterations: int, training: float
     )
 
 
-def _describe_checkpoints(trainer: DefaultTrainer, free: int) -> str:
+def _describe_checkpoints(trainer: DefaultTrainer, loops: list[SimpleTrainer], free: int) -> str:
     size = checkpoint_size(trainer.checkpointer.content())
-    period, last = trainer.cfg.SOLVER.CHECKPOINT_PERIOD, trainer.cfg.SOLVER.MAX_EPOCH
-    periodic = sum(epoch % period == 0 and epoch < last for epoch in _epochs_left(trainer))
+    period = trainer.cfg.SOLVER.CHECKPOINT_PERIOD
+    due = [epoch for loop in loops for epoch in _epochs_left(loop) if epoch % period == 0]
+    periodic = len(due) - (loops[-1].max_epoch % period == 0)  # the last one is model_final
     need = size * (periodic + 2)
     short = "" if need <= free else "; not enough disk space"
     return (
@@ -288,9 +289,9 @@ def _describe_checkpoints(trainer: DefaultTrainer, free: int) -> str:
     )
 
 
-def _epochs_left(trainer: DefaultTrainer) -> range:
+def _epochs_left(loop: SimpleTrainer) -> range:
     """Return the numbers of the epochs that have not been completed. The first epoch has number 1."""
-    return range(trainer.trainer.start_iter // trainer.trainer.iters_per_epoch + 1, trainer.cfg.SOLVER.MAX_EPOCH + 1)
+    return range(loop.start_iter // loop.iters_per_epoch + 1, loop.max_epoch + 1)
 
 
 def _free_bytes(output_dir: Path) -> int:

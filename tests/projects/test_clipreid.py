@@ -4,6 +4,7 @@ import functools
 import gzip
 import json
 import operator
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from fastamp.cli import main
 from fastamp.config import read_config
 from fastamp.config.projects import import_project
 from fastamp.engine import DefaultTrainer
+from fastamp.engine.dry_run import dry_run
 from fastamp.engine.hooks import HookBase
 from fastamp.modeling import build_model
 from fastamp.solver import build_lr_schedule, build_optimizer
@@ -349,6 +351,16 @@ def test_run_trains_both_stages_and_each_resumes_bit_for_bit(runs):
     other.model.prompt_learner.identities[2] += 1
     with pytest.raises(ConfigError, match="1 of 16"):
         other.train()
+
+
+@pytest.mark.integration
+def test_dry_run_measures_both_stages(runs, capsys):
+    stages = DefaultTrainer(run_config(runs / "run")).stages.left()
+    dry_run(run_config(runs / "run"), str(runs / "scratch"))
+    report = dict(re.findall(r"^\| (\w+) +\| (.*?) +\|$", capsys.readouterr().out, re.MULTILINE))
+    assert all("images/s" in report[stage.name] for stage in stages)
+    assert f" {sum(stage.trainer.max_iter for stage in stages)} iterations " in report["total"]
+    assert ": 5 by SOLVER.CHECKPOINT_PERIOD" in report["checkpoints"] and not (runs / "run").exists()
 
 
 @pytest.mark.integration

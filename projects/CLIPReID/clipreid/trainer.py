@@ -132,9 +132,11 @@ class PromptTrainer(AMPTrainer):
             check_identities(prompts.identities, self.identities)
         prompts.identities.copy_(self.identities)
         prompts.cls_ctx.requires_grad_(True)
-        super().train(start_iter, max_epoch, iters_per_epoch)
-        prompts.cls_ctx.requires_grad_(False)
-        self.data_loader.clear()
+        try:
+            super().train(start_iter, max_epoch, iters_per_epoch)
+        finally:
+            prompts.cls_ctx.requires_grad_(False)
+            self.data_loader.clear()
         self.clipreid.update_text_features()
         logger.info("computed the text features of %s", plural(len(self.identities), "identity", "identities"))
 
