@@ -144,14 +144,30 @@ class Loss(LossBuilder, Protocol):
         """Compute the loss."""
 
 
+class Dataset(Protocol):
+    """Dataset of N images. It gets the defaults of the members that it lacks when its loader enters a training.
+
+    Attributes:
+        labels: classes of the images, (N,) int64 in 0..num_classes-1. Default None: unknown.
+        columns: further columns by name; ``columns[name].values`` is (N,) or (N, L). Default none.
+        sources: the ``ImageDataset`` objects whose images it has. Default none.
+        num_classes: number of classes. Without it, ``MODEL.HEADS.NUM_CLASSES`` is required.
+    """
+
+    labels: Any = None
+    columns: Mapping[str, Any] = {}
+    sources: Sequence[Any] = ()
+    num_classes: int
+
+
 class Loader(Protocol):
     """Loader of a part of a dataset, that of one rank; ``torch.utils.data.DataLoader`` is one.
 
     Attributes:
-        dataset: dataset whose images are loaded; see ``LabeledDataset``, ``ListedDataset`` and ``DatasetWithColumns``.
+        dataset: dataset whose images are loaded.
     """
 
-    dataset: Any
+    dataset: Dataset
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches."""
@@ -185,38 +201,6 @@ class Evaluator(Protocol):
 
     def evaluate(self) -> dict[str, Any] | None:
         """Compute the metrics, name -> value; None on ranks other than 0."""
-
-
-# Optional abilities of datasets.
-
-
-@runtime_checkable
-class LabeledDataset(Protocol):
-    """Dataset with the class labels of its images, (N,) integers in 0..num_classes-1."""
-
-    labels: Any
-    num_classes: int
-
-
-@runtime_checkable
-class DatasetWithColumns(Protocol):
-    """Dataset with columns by name; ``columns[name].values`` is (N,) or (N, L)."""
-
-    columns: Mapping[str, Any]
-
-
-@runtime_checkable
-class ListedDataset(Protocol):
-    """Dataset that lists its images: ``(path, identity, camera, ...)`` of each."""
-
-    items: Sequence[Any]
-
-
-@runtime_checkable
-class CombinedDataset(Protocol):
-    """Dataset whose images are those of other datasets (``ImageDataset``)."""
-
-    sources: Sequence[Any]
 
 
 # Optional abilities of the modules of a model.

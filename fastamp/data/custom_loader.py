@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from fastamp import contracts
 from fastamp.config import CfgNode
 from fastamp.data.build import loading_device
 from fastamp.data.columns import CAMERA
@@ -17,6 +18,7 @@ from fastamp.data.loader import start_worker, worker_count
 from fastamp.data.samplers import EpochSampler, InferenceSampler, batch_size_per_rank, build_sampler
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.registry import adopt
 
 
 @dataclass(eq=False)
@@ -129,7 +131,7 @@ class CustomTrainLoader:
 
 
 def as_train_loader(loader: Any, cfg: CfgNode) -> Any:
-    """Return a training loader with the attributes that ``DefaultTrainer`` requires.
+    """Return a training loader with the members that ``DefaultTrainer`` reads, see ``TrainLoader`` in contracts.
 
     Args:
         loader: return value of ``build_train_loader``. A ``torch.utils.data.DataLoader`` over a map-style dataset is
@@ -139,7 +141,9 @@ def as_train_loader(loader: Any, cfg: CfgNode) -> Any:
     Raises:
         ConfigError: if ``loader`` lacks an attribute and is not a ``DataLoader``.
     """
-    missing = [name for name in ("iters_per_epoch", "start_at") if not hasattr(loader, name)]
+    missing = [name for name in ("dataset", "iters_per_epoch", "start_at") if not hasattr(loader, name)]
+    if "dataset" not in missing:
+        adopt(loader.dataset, contracts.Dataset)
     if not missing:
         return loader
     if isinstance(loader, DataLoader):

@@ -71,8 +71,8 @@ class ConfigText:
 
 
 def labels_checksum(data_loader: Any) -> int | None:
-    """Return the CRC32 checksum of ``data_loader.dataset.labels``, or None if the dataset has no ``labels``."""
-    labels = getattr(data_loader.dataset, "labels", None)
+    """Return the CRC32 checksum of the labels of the training images, or None if they are unknown."""
+    labels = data_loader.dataset.labels
     return None if labels is None else zlib.crc32(np.array(labels, dtype=np.int64).tobytes())
 
 

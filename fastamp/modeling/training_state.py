@@ -3,7 +3,7 @@
 import numpy as np
 from torch import nn
 
-from fastamp.contracts import ClassCountUser, DatasetWithColumns, EpochUser, LabeledDataset, Loader, TrainingColumnUser
+from fastamp.contracts import ClassCountUser, EpochUser, Loader, TrainingColumnUser
 
 
 def set_class_counts(model: nn.Module, data_loader: Loader) -> None:
@@ -11,14 +11,13 @@ def set_class_counts(model: nn.Module, data_loader: Loader) -> None:
 
     Args:
         model: model whose modules may be a ``ClassCountUser`` or a ``TrainingColumnUser``.
-        data_loader: training loader; nothing is set if its dataset is not a ``LabeledDataset``.
+        data_loader: training loader; nothing is set if the labels of its dataset are unknown.
     """
     dataset = data_loader.dataset
-    if not isinstance(dataset, LabeledDataset):
+    if dataset.labels is None:
         return
     labels = np.asarray(dataset.labels, dtype=np.int64)
-    encoded = dataset.columns if isinstance(dataset, DatasetWithColumns) else {}
-    columns = {name: column.values for name, column in encoded.items()}
+    columns = {name: column.values for name, column in dataset.columns.items()}
     for module in model.modules():
         if isinstance(module, ClassCountUser):
             module.set_class_counts(np.bincount(labels, minlength=dataset.num_classes))

@@ -304,6 +304,7 @@ def test_test_set_without_the_attributes_is_an_error(tmp_path):
     "opts, match",
     [
         (("MODEL.LOSSES.NAME", "[CrossEntropyLoss]"), "BinaryCrossEntropyLoss"),
+        (("MODEL.LOSSES.NAME", "()"), "BinaryCrossEntropyLoss"),
         (("MODEL.HEADS.NAME", "EmbeddingHead"), "AttrHead"),
     ],
 )

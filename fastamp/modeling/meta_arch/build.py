@@ -8,7 +8,7 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy, apply_force_fp32, requested_device, resolve_device
 from fastamp.config import CfgNode, check_is_config
-from fastamp.contracts import CombinedDataset, Model, ModelBuilder
+from fastamp.contracts import Model, ModelBuilder
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.modeling.out_of_memory import explain_out_of_memory
@@ -35,7 +35,7 @@ def adapt_to_training_set(cfg: CfgNode, dataset: Any) -> tuple[CfgNode, int]:
     Returns:
         The config, and the number of classes of the model.
     """
-    for source in dataset.sources if isinstance(dataset, CombinedDataset) else ():
+    for source in dataset.sources:
         cfg = source.adapt_config(cfg, dataset)
     adapted: tuple[CfgNode, int] = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE).adapt_to_training_set(
         cfg, dataset

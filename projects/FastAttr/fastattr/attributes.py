@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from fastamp.config import CfgNode, Key
-from fastamp.contracts import CombinedDataset, DatasetWithColumns
 from fastamp.data.columns import EncodedColumn, check_column
 from fastamp.modeling.losses.compute import column_of
 from fastamp.utils.errors import ConfigError, DataError
@@ -126,7 +125,7 @@ def with_attributes(cfg: CfgNode, dataset: Any) -> CfgNode:
         DataError: if a column is neither text nor integers 0 and 1.
     """
     title = f"the training set ({', '.join(cfg.DATASETS.NAMES)})"
-    columns = dataset.columns if isinstance(dataset, DatasetWithColumns) else {}
+    columns = dataset.columns
     selected = cfg.MODEL.ATTRIBUTES.COLUMNS or tuple(columns)
     if not selected:
         raise ConfigError(
@@ -134,9 +133,11 @@ def with_attributes(cfg: CfgNode, dataset: Any) -> CfgNode:
             "  fix: add a column for each attribute to the CSV file, or use a dataset with attributes, e.g. PA100K"
         )
     # Datasets that define labels as FastReID does, e.g. Market1501AttrFastReID.
-    sources = dataset.sources if isinstance(dataset, CombinedDataset) else ()
     numbers = {
-        name for source in sources if isinstance(source, IdentityAttributes) for name in source.number_attributes
+        name
+        for source in dataset.sources
+        if isinstance(source, IdentityAttributes)
+        for name in source.number_attributes
     }
     names: list[str] = []
     categories = dict(cfg.DATASETS.CATEGORIES)

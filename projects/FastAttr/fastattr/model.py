@@ -66,7 +66,12 @@ class AttrBaseline(_AttributeModel):
 
     @classmethod
     def adapt_to_training_set(cls, cfg: CfgNode, dataset: Any) -> tuple[CfgNode, int]:
-        """Return the config with the attributes of a training set, and their number."""
+        """Return the config with the attributes of a training set, and their number.
+
+        Raises:
+            ConfigError: if the losses are not those of attributes.
+        """
+        _check_losses(cfg, (BCE,))
         requested, cfg = cfg.MODEL.HEADS.NUM_CLASSES, with_attributes(cfg, dataset)
         number = len(cfg.MODEL.ATTRIBUTES.NAMES)
         if requested not in (0, number):
@@ -84,9 +89,8 @@ class AttrBaseline(_AttributeModel):
         """Build the parts configured in ``MODEL``.
 
         Raises:
-            ConfigError: if the losses or the head are not those of attributes.
+            ConfigError: if the head is not that of attributes.
         """
-        _check_losses(cfg, (BCE,))
         if cfg.MODEL.HEADS.NAME != "AttrHead":
             raise ConfigError(
                 f"MODEL.META_ARCHITECTURE=AttrBaseline requires MODEL.HEADS.NAME AttrHead, found "
@@ -137,17 +141,17 @@ class JointAttrBaseline(_AttributeModel):
 
     @classmethod
     def adapt_to_training_set(cls, cfg: CfgNode, dataset: Any) -> tuple[CfgNode, int]:
-        """Return the config with the attributes of a training set, and the number of identities."""
-        return with_attributes(cfg, dataset), dataset.num_classes
-
-    @classmethod
-    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        """Build the parts configured in ``MODEL``; losses other than ``BinaryCrossEntropyLoss`` are those of features.
+        """Return the config with the attributes of a training set, and the number of identities.
 
         Raises:
             ConfigError: if the losses lack ``BinaryCrossEntropyLoss``.
         """
         _check_losses(cfg, None)
+        return with_attributes(cfg, dataset), dataset.num_classes
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        """Build the parts in ``MODEL``; losses other than ``BinaryCrossEntropyLoss`` are those of features."""
         others = tuple(name for name in cfg.MODEL.LOSSES.NAME if name != BCE)
         return super().from_config(cfg.with_values({"MODEL.LOSSES.NAME": others}))
 
@@ -178,8 +182,6 @@ class JointAttrBaseline(_AttributeModel):
 
 def _check_losses(cfg: CfgNode, expected: tuple[str, ...] | None) -> None:
     names = tuple(cfg.MODEL.LOSSES.NAME)
-    if not names:  # for inference
-        return
     if BCE not in names or (expected is not None and names != expected):
         raise ConfigError(
             f"MODEL.META_ARCHITECTURE={cfg.MODEL.META_ARCHITECTURE} requires MODEL.LOSSES.NAME "
