@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import pkgutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -24,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 Forward = Callable[[Any, Batch], Any]
 Locator = Callable[[nn.Module, Batch, PrecisionPolicy], str]
-LOCATOR = "fastamp.diagnostics.nan_locator:describe_evaluation"
-"""Default locator of ``feature_pass``, imported only on failure because diagnostics imports this module."""
 
 
 class NotFiniteError(DataError, TrainingError):
@@ -85,7 +82,7 @@ def feature_pass(
     forward: Forward = call_model,
     flip_test: bool = False,
     title: str = "",
-    locate: Locator | str | None = LOCATOR,
+    locate: Locator | None = None,
     on_all_ranks: bool = True,
 ) -> None:
     """Compute the outputs of a model for all batches of a loader, in evaluation mode and without gradients.
@@ -100,8 +97,8 @@ def feature_pass(
         title: title of the progress bar; the loader then has a length in batches, and the speed is logged. Default: "",
             no progress.
         locate: function (model, first batch whose outputs are not finite, policy) -> text to append to the error
-            message, or the import path of such a function, ``"module:function"``. Default: a function that names the
-            first module whose output is not finite. None appends no text.
+            message, e.g. ``fastamp.diagnostics.nan_locator.describe_evaluation``, which names the first module whose
+            output is not finite. Default: None, no text.
         on_all_ranks: if True, all ranks call this function, and all raise an error if the outputs of one rank are not
             finite, at the end of the pass: the device is not read in each batch. If False, this process does not
             communicate, and raises the error before ``process`` receives the batch. Default: True.
@@ -147,11 +144,10 @@ def feature_pass(
 
 
 def _explain_not_finite(
-    model: nn.Module, batch: Batch, number: int, policy: PrecisionPolicy, locate: Locator | str | None
+    model: nn.Module, batch: Batch, number: int, policy: PrecisionPolicy, locate: Locator | None
 ) -> str:
     """Build the error message of a batch; ``number`` is its index in this process."""
     where = f"test batch {number}" + (f", first image {batch['img_paths'][0]}" if "img_paths" in batch else "")
-    locate = pkgutil.resolve_name(locate) if isinstance(locate, str) else locate
     location = locate(model, batch, policy) if locate else ""
     fix = "  fix: evaluate with SOLVER.AMP.EVAL_DTYPE float32; if this fails too, use other weights"
     return (

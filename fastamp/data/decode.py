@@ -403,7 +403,7 @@ def _pil_errors(path: str) -> Iterator[None]:
         ) from error
     # PIL's plugins raise many exception types on corrupt files (OSError, SyntaxError, struct.error, ...).
     except Exception as error:
-        raise DataError(f"cannot read the image {path}: {system_cause(error)}") from error
+        raise DataError(f"cannot read the image {path}: {cause_of(error)}") from error
 
 
 def cause_of(error: Exception) -> str:

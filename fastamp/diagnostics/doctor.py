@@ -20,6 +20,7 @@ from fastamp.diagnostics.doctor_report import AmpReport, PrecisionReport
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.diagnostics.fp32_search import forced, search_force_fp32
 from fastamp.diagnostics.isolated_passes import IsolatedPasses
+from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.diagnostics.precision_check import (
     DOCTOR_MIN_COSINE,
     Float32Check,
@@ -104,7 +105,9 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
         copies = [
             {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in batch.items()} for batch in batches
         ]
-        metrics = inference_on_dataset(model, copies, ReidEvaluator(cfg, queries), policy=precision)
+        metrics = inference_on_dataset(
+            model, copies, ReidEvaluator(cfg, queries), policy=precision, locate=describe_evaluation
+        )
         return {key: metrics[key] for key in ("mAP", "Rank-1")}
 
     report.float32.metrics = progress("float32: ranking", lambda: rank(policy.in_float32()))

@@ -15,6 +15,7 @@ from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.rank_agreement import check_equal_on_all_ranks
 from fastamp.data.training_images import check_not_leaked
+from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.engine.reporting import evaluated_set, history_of, write_evaluation_report
 from fastamp.evaluation import (
     EVALUATOR_REGISTRY,
@@ -86,7 +87,9 @@ def evaluate_sets(
         loader, evaluator = build_test(cfg, name, test, str(folder))
         if calibration is not None and isinstance(evaluator, ReidEvaluator):
             evaluator.set_calibration(calibration, name)
-        metrics = inference_on_dataset(model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy)
+        metrics = inference_on_dataset(
+            model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy, locate=describe_evaluation
+        )
         metrics = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         if metrics:
             output.results[name] = metrics

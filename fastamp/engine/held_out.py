@@ -12,6 +12,7 @@ from fastamp.data.build import build_dataset
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.split import query_and_gallery, register_part
 from fastamp.data.training_images import training_items
+from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.engine.defaults import DefaultTrainer
 from fastamp.engine.setup import default_setup
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
@@ -140,7 +141,8 @@ def _rank(trainer: DefaultTrainer) -> RankingResult | None:
     [(loader, count)] = trainer.test_loaders.values()
     evaluator = ReidEvaluator(trainer.cfg, count)
     policy = trainer.policy.for_evaluation(trainer.cfg.SOLVER.AMP.EVAL_DTYPE)
-    inference_on_dataset(trainer.model, loader, evaluator, trainer.cfg.TEST.FLIP.ENABLED, policy=policy)
+    flip_test = trainer.cfg.TEST.FLIP.ENABLED
+    inference_on_dataset(trainer.model, loader, evaluator, flip_test, policy=policy, locate=describe_evaluation)
     return evaluator.ranking
 
 

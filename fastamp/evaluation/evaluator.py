@@ -9,7 +9,7 @@ from torch import nn
 from fastamp.amp import PrecisionPolicy
 from fastamp.config.key import Key
 from fastamp.evaluation.report_section import ReportSection
-from fastamp.feature_pass import LOCATOR, Locator, call_model, feature_pass
+from fastamp.feature_pass import Locator, call_model, feature_pass
 from fastamp.utils.registry import Registry
 
 EVALUATOR_REGISTRY = Registry("TEST.EVALUATOR")
@@ -59,7 +59,7 @@ def inference_on_dataset(
     flip_test: bool = False,
     *,
     policy: PrecisionPolicy | None = None,
-    locate: Locator | str | None = LOCATOR,
+    locate: Locator | None = None,
 ) -> dict[str, Any]:
     """Evaluate a model on a test set, in evaluation mode; the mode of each module is restored afterwards.
 

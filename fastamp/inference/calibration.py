@@ -11,6 +11,7 @@ from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
 from fastamp.data import build_reid_test_loader
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import PackedItems
+from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.evaluation import Identities, ReidEvaluator
 from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.protocol import check_columns
@@ -65,7 +66,13 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
     calibration_options.split(dataset.labels[protocol.rule.images_with_query(labels).numpy()], data)
     flip_test = cfg.TEST.FLIP.ENABLED
     feature_pass(
-        predictor.model, loader, evaluator.process, predictor.policy, flip_test=flip_test, title="extracting features"
+        predictor.model,
+        loader,
+        evaluator.process,
+        predictor.policy,
+        flip_test=flip_test,
+        title="extracting features",
+        locate=describe_evaluation,
     )
     features, identities, _ = evaluator.gather()
     used = protocol.rule.images_with_query(identities)

@@ -160,7 +160,7 @@ def _compute(
         with writing(parts.folder):
             parts.append(torch.cat([features, *values], dim=1).cpu().numpy()[readable], batch["unreadable"])
 
-    options: dict[str, Any] = {"locate": None, "on_all_ranks": False, "flip_test": cfg.TEST.FLIP.ENABLED}
+    options: dict[str, Any] = {"on_all_ranks": False, "flip_test": cfg.TEST.FLIP.ENABLED}
     feature_pass(predictor.model, loader, process, predictor.policy, forward=forward, title="extracting", **options)
     with writing(parts.folder):
         parts.save()

@@ -205,7 +205,9 @@ class Predictor(FeatureModel):
         found = self.require_output(output)
         width, forward = len(found.names), lambda model, batch: found.compute(model, batch)[1]
         values = self._compute(images, boxes=boxes, forward=forward, width=width, **options)
-        return [found.named(row) for row in found.finish(values).tolist()]
+        is_known = ~values.isnan().any(1)  # not those of images that cannot be read
+        values[is_known] = found.finish(values[is_known])
+        return [found.named(row) for row in values.tolist()]
 
     def _compute(
         self,
@@ -333,7 +335,7 @@ class Predictor(FeatureModel):
             DataError: if a feature is not finite.
         """
         flip = self.cfg.TEST.FLIP.ENABLED
-        options: dict[str, Any] = {"locate": None, "on_all_ranks": False, "flip_test": flip, "forward": forward}
+        options: dict[str, Any] = {"on_all_ranks": False, "flip_test": flip, "forward": forward}
         found = collect_features(self.model, batches, policy or self.policy, **options)
         return found.get("features", torch.empty(0, 0))
 

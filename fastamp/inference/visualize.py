@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fastamp.data import build_reid_test_loader
+from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.evaluation import ReidEvaluator, ReportOptions, inference_on_dataset
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.retrieval_examples import RankList
@@ -53,6 +54,7 @@ def draw_set(
         evaluator,
         cfg.TEST.FLIP.ENABLED,
         policy=predictor.policy,
+        locate=describe_evaluation,
     )
     test_set = evaluated_set(name, metrics, evaluator, loader, num_query)
     result = test_set.result

@@ -20,6 +20,7 @@ from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader
 from fastamp.data.build import build_dataset
 from fastamp.data.datasets.base import ImageItem
+from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.engine import run_command_line
 from fastamp.evaluation import EVALUATOR_REGISTRY, inference_on_dataset
 from fastamp.modeling.load import load_model
@@ -86,7 +87,7 @@ def choose(run: str, name: str = "", opts: list[str] | None = None) -> tuple[Pat
     check_held_out(cfg, name)
     loader, num_query = build_reid_test_loader(cfg, name)
     evaluator = EVALUATOR_REGISTRY.build("DsrEvaluator", cfg, num_query=num_query, output_dir=None)
-    inference_on_dataset(loaded.model, loader, evaluator, policy=loaded.policy)
+    inference_on_dataset(loaded.model, loader, evaluator, policy=loaded.policy, locate=describe_evaluation)
     return checkpoint, best_weight(evaluator.rates), evaluator.rates
 
 

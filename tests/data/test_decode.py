@@ -206,3 +206,10 @@ def test_unreadable_file_error_is_one_line_with_path(tmp_path, write_image, subt
                     with pytest.raises(DataError) as raised:
                         read_image(str(path), channels)
                     assert str(path) in str(raised.value) and len(str(raised.value).splitlines()) == 1
+
+
+def test_error_of_a_file_that_is_no_image_names_no_object_in_memory(tmp_path):
+    (tmp_path / "text.png").write_bytes(b"not an image")
+    with pytest.raises(DataError) as error:
+        read_image(tmp_path / "text.png")
+    assert "text.png" in str(error.value) and " at 0x" not in str(error.value)

@@ -13,6 +13,7 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg, read_config
+from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.evaluation import DatasetEvaluator, Protocol, ReidEvaluator, compute_metrics, inference_on_dataset
 from fastamp.evaluation.reid_evaluation import ranking_device
 from fastamp.utils.errors import ConfigError, DataError, TrainingError
@@ -160,13 +161,13 @@ def test_evaluation_error_names_module_with_first_nonfinite_output(dtype):
         assert inference_on_dataset(model, [good, batch], Ignoring(), policy=policy) == {"mAP": 1.0}
         return
     with pytest.raises(TrainingError) as error:
-        inference_on_dataset(model.train(), [good, batch], Ignoring(), policy=policy)
+        inference_on_dataset(model.train(), [good, batch], Ignoring(), policy=policy, locate=describe_evaluation)
     text = str(error.value)
     assert "test batch 1" in text and "a.jpg" in text
     assert "forward overflow in part.linear (Linear)" in text and "SOLVER.AMP.EVAL_DTYPE" in text
     assert model.training
     with pytest.raises(TrainingError) as error:
-        inference_on_dataset(model, [good, batch], Ignoring(), policy=policy, locate=None)
+        inference_on_dataset(model, [good, batch], Ignoring(), policy=policy)
     assert "part.linear" not in str(error.value)
     with pytest.raises(TrainingError, match="a hint"):
         inference_on_dataset(model, [good, batch], Ignoring(), policy=policy, locate=lambda *_: "a hint")

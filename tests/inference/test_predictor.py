@@ -14,6 +14,7 @@ from fastamp.data.decode import read_image
 from fastamp.engine import DefaultTrainer
 from fastamp.feature_pass import extract_features
 from fastamp.inference import images as module
+from fastamp.inference.outputs import PredictorOutput
 from fastamp.utils.errors import ConfigError, DataError, WeightsError
 
 
@@ -183,6 +184,26 @@ def test_predictor_does_not_warn_about_read_only_arrays(checkpoint):
     finally:
         torch.set_warn_always(before)
     assert torch.equal(found, predictor.features(array.copy()))
+
+
+class IsLong(PredictorOutput):
+    """1 for a feature that is longer than 0."""
+
+    def compute(self, model, batch):
+        features = model(batch)
+        return features, features.norm(dim=1, keepdim=True)
+
+    def finish(self, values):
+        assert values.isfinite().all()
+        return (values > 0).float()
+
+
+def test_output_of_a_box_without_pixels_is_nan(checkpoint, monkeypatch):
+    predictor = fastamp.Predictor(checkpoint, device="cpu")
+    monkeypatch.setattr(predictor, "outputs", {"long": IsLong(["is long"])})
+    frame = np.random.default_rng(0).integers(256, size=(60, 40, 3), dtype=np.uint8)
+    empty, full = predictor.predict("long", frame, boxes=[(90, 90, 95, 95), (0, 0, 30, 50)])
+    assert np.isnan(empty["is long"]) and full == {"is long": 1}
 
 
 def test_features_of_boxes_in_a_frame_equal_features_of_crops(checkpoint, monkeypatch):

@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from fastamp.evaluation import evaluator
-from fastamp.evaluation.evaluator import inference_on_dataset
+from torch import nn
+
+from fastamp import evaluation
+from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.fastreid.overrides import warn_of_uncalled_methods
 from fastamp.feature_pass import evaluation_mode
 
@@ -17,7 +19,7 @@ _NEVER = {
 """Method of FastReID's evaluators that is not called -> what to do instead."""
 
 
-class DatasetEvaluator(evaluator.DatasetEvaluator):
+class DatasetEvaluator(evaluation.DatasetEvaluator):
     """Base class of evaluators; a subclass overrides ``reset``, ``process`` and ``evaluate``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -26,3 +28,11 @@ class DatasetEvaluator(evaluator.DatasetEvaluator):
 
 
 inference_context = evaluation_mode
+
+
+def inference_on_dataset(
+    model: nn.Module, data_loader: Any, evaluator: Any, flip_test: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Evaluate a model on a test set; see ``fastamp.evaluation.inference_on_dataset``."""
+    options = {"locate": describe_evaluation} | options
+    return evaluation.inference_on_dataset(model, data_loader, evaluator, flip_test, **options)

@@ -18,6 +18,7 @@ from fastamp.amp import LossScaler
 from fastamp.config import CfgNode, Key
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
+from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.engine import Stage
 from fastamp.engine.hooks import LRScheduler
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
@@ -151,6 +152,7 @@ class PromptTrainer(AMPTrainer):
             forward=CLIPReID.prompt_image_features,
             columns={"targets": itemgetter("targets")},
             title="caching features",
+            locate=describe_evaluation,
             on_all_ranks=False,
         )
         device = self.clipreid.device

@@ -12,6 +12,7 @@ from domaingeneralization.head import MatchingBaseline
 from fastamp.config import CfgNode
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
+from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
 from fastamp.feature_pass import call_model, collect_features
 from fastamp.layers import pairwise_distance
@@ -89,7 +90,9 @@ class GraphTrainer(AMPTrainer):
         loader = build_unaugmented_loader(self.config, self.data_loader.dataset, self.model.device, images=images)
         matches = isinstance(self.model, MatchingBaseline)
         forward = _matched_maps if matches else call_model
-        outputs = collect_features(self.model, loader, policy, forward=forward, title="extracting")["features"]
+        outputs = collect_features(
+            self.model, loader, policy, forward=forward, title="extracting", locate=describe_evaluation
+        )["features"]
         outputs = outputs.to(self.model.device)
         return (
             -self.model.heads.matcher.all_scores(outputs) if matches else pairwise_distance(outputs, outputs, "cosine")

@@ -9,6 +9,7 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
+from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.feature_pass import collect_features
 from fastamp.utils import comm
@@ -39,7 +40,8 @@ class FeatureExtraction:
         histograms, each (N, D) float32 on the CPU."""
         comm.broadcast(model.buffers())  # batch-norm statistics differ between ranks
         columns = {"pixels": _raw_pixels, "colors": _color_histogram} if baselines else {}
-        return [*collect_features(model, self._loader, policy, columns=columns, title="extracting").values()]
+        options: dict[str, Any] = {"columns": columns, "title": "extracting", "locate": describe_evaluation}
+        return [*collect_features(model, self._loader, policy, **options).values()]
 
 
 def _raw_pixels(batch: dict[str, Any]) -> torch.Tensor:
