@@ -137,7 +137,9 @@ def as_features(features: torch.Tensor | np.ndarray, width: int, count: int | No
     Raises:
         DataError: if they have another shape or are not finite.
     """
-    values: np.ndarray = np.ascontiguousarray(torch.as_tensor(features).float().cpu().numpy())
+    if isinstance(features, torch.Tensor):
+        features = features.float().cpu().numpy()
+    values = np.array(features, dtype=np.float32)  # a copy: those of a file cannot be written
     fits = values.ndim == 2 and values.shape[1] == width and count in (None, len(values))
     if not fits or not np.isfinite(values).all():
         raise DataError(
