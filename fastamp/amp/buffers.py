@@ -66,18 +66,18 @@ class ForwardBuffers:
         if self._saved is not None:
             owners = self._owners
             if self._update():  # a forward pass has assigned, added or removed a buffer
-                self._restore_by_owner(owners)
+                self._restore_by_owner(owners, self._saved)
             else:
                 _copy(self._groups, self._saved)
             for module in self._recording:
                 module.undo_writes()
         self._record_writes(False)
 
-    def _restore_by_owner(self, owners: list[list[tuple[nn.Module, str]]]) -> None:
-        """Restore the buffers that still exist; ``owners`` belongs to the snapshot."""
+    def _restore_by_owner(self, owners: list[list[tuple[nn.Module, str]]], saved: list[list[torch.Tensor]]) -> None:
+        """Restore the buffers that still exist; ``owners`` belongs to the snapshot ``saved``."""
         chain = itertools.chain.from_iterable
         current = dict(zip(chain(self._owners), chain(self._groups), strict=True))
-        for owner, value in zip(chain(owners), chain(self._saved), strict=True):
+        for owner, value in zip(chain(owners), chain(saved), strict=True):
             if owner in current:
                 current[owner].copy_(value)
         self._saved = None

@@ -17,6 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _DEVICE_TYPES = ("cpu", "cuda", "mps")
+_FP32_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def to_float32(value: Any) -> Any:
@@ -94,15 +95,16 @@ def forced_modules(model: nn.Module) -> list[str]:
     ]
 
 
-@functools.cache
 def _fp32_class(module_class: type[nn.Module]) -> type[nn.Module]:
     """Create a subclass of ``module_class`` with a float32 region as ``forward``."""
+    if module_class in _FP32_CLASSES:
+        return _FP32_CLASSES[module_class]
     members = {
         "forward": force_fp32(module_class.forward),
         "__reduce__": _reduce,
         "__module__": module_class.__module__,
     }
-    return type(module_class.__name__, (module_class,), members)
+    return _FP32_CLASSES.setdefault(module_class, type(module_class.__name__, (module_class,), members))
 
 
 def _reduce(module: nn.Module) -> tuple[Any, ...]:

@@ -59,7 +59,7 @@ class ModuleMonitor:
         self._applied = 0
         self._small_scale_steps = 0
         self._names: list[str] = []
-        self._before: dict[str, tuple[list[nn.Parameter], list[torch.Tensor]]] = {}
+        self._before: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._zeros: list[torch.Tensor] = []
         self._same: list[torch.Tensor] = []
         self._sums: dict[str, torch.Tensor] = {}
@@ -85,15 +85,19 @@ class ModuleMonitor:
             id(p) for opt in self.optimizers for group in opt.param_groups if group["lr"] for p in group["params"]
         }
         for name, module in _parts(self.model):
-            parameters = [p for p in _dense_parameters(module) if p.requires_grad and p.numel() and id(p) in moving]
+            parameters: list[torch.Tensor] = [
+                p for p in _dense_parameters(module) if p.requires_grad and p.numel() and id(p) in moving
+            ]
             if parameters:
                 self._zeros.append(zeros := _zero_fraction(module, parameters))
                 self._before[name] = parameters, [p.clone() for p in parameters]
                 # Two numbers per parameter: softmax losses keep the sum of a classifier constant.
                 sums = torch.stack([*(p.sum() for p in parameters), *torch._foreach_norm(parameters)])
                 last = self._sums.get(name)
-                known = last is not None and last.shape == sums.shape
-                self._same.append((last == sums).all() if known else torch.zeros_like(zeros, dtype=torch.bool))
+                if last is not None and last.shape == sums.shape:
+                    self._same.append(last.eq(sums).all())
+                else:
+                    self._same.append(torch.zeros_like(zeros, dtype=torch.bool))
                 self._sums[name] = sums
 
     @torch.no_grad()
@@ -198,7 +202,7 @@ class ModuleMonitor:
                 logger.warning("%s", message)
 
 
-def _zero_fraction(module: nn.Module, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def _zero_fraction(module: nn.Module, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """Compute the fraction of gradient elements that are exactly zero, 0..1: () float32. A missing gradient is zero.
 
     Kernel positions of a convolution whose gradients are all zero are excluded if others are not: on a feature map as

@@ -224,7 +224,7 @@ class PrecisionPolicy:
                 "(SOLVER.AMP.FORCE_FP32), or the model disables autocast.\n"
                 "  fix: enable autocast in the model, shorten SOLVER.AMP.FORCE_FP32, or set SOLVER.AMP to False"
             )
-        if recorder.products:
+        if model is not None and recorder.products:
             recorder.report(model)
 
     def in_float32(self) -> "PrecisionPolicy":

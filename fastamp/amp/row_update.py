@@ -16,9 +16,11 @@ def gradient_values(parameter: nn.Parameter) -> torch.Tensor:
     Returns:
         The gradient; for a sparse gradient, which is coalesced, the rows that have one, in order.
     """
-    if not parameter.grad.is_sparse:
-        return parameter.grad
-    parameter.grad = parameter.grad.coalesce()
+    gradient = parameter.grad
+    assert gradient is not None
+    if not gradient.is_sparse:
+        return gradient
+    parameter.grad = gradient.coalesce()
     return parameter.grad.values()
 
 

@@ -207,7 +207,6 @@ class OptimizationStep:
     Attributes:
         clip: see Args.
         tensors: cached lists of the model's modules and parameters.
-        verdict: verdict of the last step; None before the first.
         total_loss: scalar tensor, detached sum of the losses last passed to ``scale``; None before the first call.
         loss_names: names of the losses last passed to ``scale``.
         skipped_total, skipped_in_a_row: number of skipped steps, in total and consecutive.
@@ -235,7 +234,7 @@ class OptimizationStep:
         self.skipped_in_a_row = 0
         self._recent: deque[bool] = deque(maxlen=SKIP_WINDOW)  # True for a skipped step
         self.frozen: Sequence[str] = ()
-        self.verdict: StepVerdict | None = None
+        self._verdict: StepVerdict | None = None
         self.clip = clip
         self.total_loss: torch.Tensor | None = None
         self.loss_names: tuple[str, ...] = ()
@@ -264,6 +263,12 @@ class OptimizationStep:
         )
         step.set_monitor_period(cfg.LOG_PERIOD)
         return step
+
+    @property
+    def verdict(self) -> StepVerdict:
+        """Verdict of the last step."""
+        assert self._verdict is not None, "before the first step"
+        return self._verdict
 
     @property
     def loss_scale(self) -> float:
@@ -346,6 +351,7 @@ class OptimizationStep:
         Raises:
             TrainingError: if the first steps did not change any parameter; see ``ParameterUpdateMonitor``.
         """
+        assert self._losses_finite is not None  # checked by unscale
         finite = (torch.isfinite(gradients.total_norm) & self._losses_finite).float()
         self._losses_finite = None
         numbers = self._rank_maxima.local()
@@ -358,7 +364,7 @@ class OptimizationStep:
         self._update_monitor.check(*measured[: len(pending) - 1])
         self._module_monitor.check(measured[len(pending) - 1 :], quiet=self._update_monitor.reported)
         ok = bool(all_ok)
-        self.verdict = StepVerdict(
+        self._verdict = StepVerdict(
             ok,
             grad_norm,
             self.loss_scale,
@@ -372,7 +378,7 @@ class OptimizationStep:
         if self.clip:
             sharded = {"sharded": gradients.sharded} if gradients.sharded else {}
             coefficient = self.clip(gradients.tensors, gradients.total_norm, **sharded)
-            self.verdict = dataclasses.replace(self.verdict, clip_coefficient=coefficient)
+            self._verdict = dataclasses.replace(self.verdict, clip_coefficient=coefficient)
 
     def apply(self, gradients: Gradients) -> None:
         """Step all optimizers whose parameters have gradients, then clear the gradients."""
@@ -536,8 +542,8 @@ class OptimizationStep:
     def _non_finite_names(self, gradients: Gradients) -> list[str]:
         """List the parameters with a non-finite gradient. The same device-to-host copy detects diverged parameters."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.is_floating_point()}
-        within = magnitudes(parameters.values()) <= LARGEST_PARAMETER
-        flags = torch.cat([torch.isfinite(gradients.norms), within]).tolist()
+        small = magnitudes(parameters.values()) <= LARGEST_PARAMETER
+        flags = torch.cat([torch.isfinite(gradients.norms), small]).tolist()
         finite, within = flags[: len(gradients.norms)], flags[len(gradients.norms) :]
         self._diverged = [name for name, ok in zip(parameters, within, strict=True) if not ok]
         names = {id(p): name for name, p in parameters.items()}

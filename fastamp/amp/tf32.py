@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -20,7 +21,9 @@ def set_tf32(allowed: bool) -> None:
     Args:
         allowed: True to allow TF32.
     """
-    matmul, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
+    # Without types: the operators of cudnn and mkldnn depend on the version.
+    backends: Any = torch.backends
+    matmul, cudnn, mkldnn = backends.cuda.matmul, backends.cudnn, backends.mkldnn
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch may warn about the earlier API
         torch.set_float32_matmul_precision("highest")  # of all devices

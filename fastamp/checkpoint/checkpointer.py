@@ -52,7 +52,7 @@ def load_weights(
     if ADAPTERS_OF in content:
         load_adapters(model, content, source=path, base=base, min_match=min_match)
     else:
-        options = {"min_match": min_match, "allow_missing": allow_missing}
+        options: dict[str, Any] = {"min_match": min_match, "allow_missing": allow_missing}
         load_model_state(model, state, source=str(path), content=content, **options)
     return {key: value for key, value in content.items() if key != "model"} if "model" in content else {}
 
@@ -210,7 +210,7 @@ class Checkpointer:
         Raises:
             WeightsError: see ``read_checkpoint`` and ``load_weights``.
         """
-        options = {"min_match": self.min_match, "allow_missing": self.allow_missing, "base": self.base}
+        options: dict[str, Any] = {"min_match": self.min_match, "allow_missing": self.allow_missing, "base": self.base}
         return load_weights(self.model, read_checkpoint(path), path, **options)
 
     def resume(self, path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ the opcodes: it follows their effect on the stack and counts, without creating o
 """
 
 import pickletools
-from typing import IO
+from collections.abc import Iterator
+from typing import IO, Any
 
 from fastamp.utils.errors import UserError
 
@@ -77,9 +78,10 @@ def check_pickle(file: IO[bytes] | bytes, *, hash_items: bool = False) -> None:
     """
     stack: list[_Object | None] = []
     memo: dict[int, _Object] = {}
-    start, referenced, keys = None, 0, 0
-    for opcode, argument, position in pickletools.genops(file):
-        start = position if start is None else start
+    start, referenced, keys = -1, 0, 0
+    opcodes: Iterator[tuple[pickletools.OpcodeInfo, Any, Any]] = pickletools.genops(file)
+    for opcode, argument, position in opcodes:
+        start = position if start < 0 else start
         name = opcode.name
         if name in _LEAVES or name == "MARK":
             stack.append(_LEAF if name in _LEAVES else _MARK)

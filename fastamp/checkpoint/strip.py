@@ -9,9 +9,10 @@ from fastamp.checkpoint.adapters import adapters_in
 from fastamp.checkpoint.checkpointer import STRIPPED
 from fastamp.checkpoint.entries import no_config_error
 from fastamp.checkpoint.safetensors_file import INFERENCE_ENTRIES
-from fastamp.checkpoint.weights_file import check_output, read_checkpoint, state_dict_in, write_checkpoint
+from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, write_checkpoint
 from fastamp.config import CfgNode, get_cfg
-from fastamp.utils.files import expand
+from fastamp.utils.errors import ConfigError
+from fastamp.utils.files import expand, real_path
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,16 @@ def strip(
     target = (
         source.with_name(f"{source.stem}_{'adapters' if adapters else 'stripped'}.pth") if out is None else expand(out)
     )
-    check_output(target, source)
+    if target.suffix != ".pth":
+        raise ConfigError(
+            f"the name of the output file must end in .pth, got {target}.\n"
+            "  fix: choose another name, e.g. model_stripped.pth"
+        )
+    if real_path(target) == real_path(source):
+        raise ConfigError(
+            f"the output file {target} is the input checkpoint, which would lose its training state.\n"
+            "  fix: choose another output file"
+        )
     content = read_checkpoint(source)
     kept = without_training_state(content, source)
     if adapters:

@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn
 
 from fastamp.utils.color import color_help, color_message, has_color, paint
 from fastamp.utils.command_line import run_command_line
@@ -63,7 +63,7 @@ examples:
 class _Parser(argparse.ArgumentParser):
     """Argument parser with colors, and with a hint for misspelled flags."""
 
-    def print_help(self, file: TextIO | None = None) -> None:
+    def print_help(self, file: Any = None) -> None:
         file = file or sys.stdout
         file.write(color_help(self.format_help(), file))
 
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: str, *words: str) -> int:
     if command == "help" and words and words[0] not in ("-h", "--help"):
-        command, *words = words[0], "--help"
+        command, words = words[0], ("--help",)
     if command in ("", "-h", "--help", "help"):
         print(_help())
         return 0 if command else USER_ERROR_EXIT_CODE

@@ -22,8 +22,10 @@ from fastamp.utils.arguments import add_launch_arguments
 from fastamp.utils.errors import ConfigError
 
 RECIPE = "finetune/small_set"
-_SECTIONS = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE.", "MODEL.HEADS.", "MODEL.LORA.", "MODEL.PIXEL_", "INPUT.SIZE_")
-_SECTIONS += ("INPUT.CHANNELS", "INPUT.INTERPOLATION")
+_SECTIONS = (
+    *("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE.", "MODEL.HEADS.", "MODEL.LORA.", "MODEL.PIXEL_"),
+    *("INPUT.SIZE_", "INPUT.CHANNELS", "INPUT.INTERPOLATION"),
+)
 # Keys of the training of the weights, not of their model.
 _EXCLUDED = ("MODEL.HEADS.NUM_CLASSES", "MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH")
 

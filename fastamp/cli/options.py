@@ -110,8 +110,9 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
     SOURCE, the first KEY is parsed as SOURCE; it is moved to KEY VALUE.
     """
     subcommands = next((action for action in parser._actions if action.nargs == argparse.PARSER), None)
-    if subcommands and argv and argv[0] in subcommands.choices:
-        args = parse_arguments(subcommands.choices[argv[0]], argv[1:])
+    parsers = subcommands.choices if subcommands else None
+    if subcommands and isinstance(parsers, dict) and argv and argv[0] in parsers:
+        args = parse_arguments(parsers[argv[0]], argv[1:])
         return argparse.Namespace(**vars(args) | {subcommands.dest: argv[0]})
     with_lists = {name: item for item in parser._actions if item.nargs in ("+", "*") for name in item.option_strings}
     words: list[str] = []

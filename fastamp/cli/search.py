@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         restriction = f", only {' '.join(args.queries)}" if args.queries else ""
         options = "".join(f", or --{name}" for name in args.terms)
         raise ConfigError(f"no query image{restriction}.\n  fix: add an image or a folder{options}")
-    queries = []
+    queries: list[str | Path] = []
     for query in names:
         images = image_files(Path(query)) if Path(query).is_dir() else [query]
         if not images:
@@ -111,9 +111,9 @@ def run(args: argparse.Namespace) -> int:
     if missing is not None:
         raise DataError(f"query image {missing} not found.\n  fix: correct the path")
     path, conditions = check_gallery(args.gallery), _conditions(args)
-    options = {"index": args.index, "kind": args.kind}
+    how = {"index": args.index, "kind": args.kind}
     # Before the model is loaded, unless it has to extract the features of a folder of images.
-    gallery = open_gallery(path, **options) if args.group_by and has_features(path) else None
+    gallery = open_gallery(path, **how) if args.group_by and has_features(path) else None
     group_by = None if gallery is None else _group_key(args.group_by, gallery.columns)
     model = model_of(args, split_key_values(args.queries[len(names) :]))
     terms = [args.terms[name].load().from_model(text, model) for name, text in texts.items()]
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     if queries:  # an unreadable one is an error before the features of the gallery are extracted
         features = model.require_features(queries, camids=args.camids, viewids=args.viewids, modality=args.modality)
     if gallery is None:
-        gallery = open_source(path, model, **options)
+        gallery = open_source(path, model, **how)
         group_by = _group_key(args.group_by, gallery.columns) if args.group_by else None
     limits = {"effort": args.effort, "exact": args.exact, "terms": terms, "conditions": conditions}
     result = model.search_features(features, gallery, args.top, **limits)
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
             print(_describe_decision(result, number))
         if not rows:
             print("no images in the gallery, or none that meets the conditions")
-        for value, group in itertools.groupby(rows, key=lambda row: row.get(group_by)):
+        for value, group in itertools.groupby(rows, key=lambda row: row.get(group_by or "")):
             if group_by:
                 print(f"{args.group_by} {'unknown' if value is None else value}:")
             print(_table(list(group)))

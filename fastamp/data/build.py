@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
-from fastamp import contracts
 from fastamp.amp import requested_device, resolve_device
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data.cache import ImageCache
@@ -81,7 +81,7 @@ def build_reid_train_loader(
     if rank == 0:
         for training_set in datasets:
             names = ("train", "query", "gallery") if cfg.DATASETS.COMBINEALL else ("train",)
-            log_splits(training_set, {name: training_set.split(name) for name in names})
+            log_splits(training_set, {name: getattr(training_set, name) for name in names})
         logger.info(
             "training set: %d images, %d identities; one epoch is %s of %s",
             len(dataset),
@@ -107,7 +107,9 @@ def _build_batch_sampler(
             f"{plural(len(dataset), 'image')}, SOLVER.IMS_PER_BATCH is {batch_size}.\n"
             "  fix: reduce SOLVER.IMS_PER_BATCH, or add images"
         )
-    if dataset.num_classes < 2 and SAMPLER_REGISTRY.get(cfg.DATALOADER.SAMPLER_TRAIN).needs_identities:
+    if dataset.num_classes < 2 and getattr(
+        SAMPLER_REGISTRY.get(cfg.DATALOADER.SAMPLER_TRAIN), "needs_identities", True
+    ):
         raise DataError(
             f"the training set ({', '.join(cfg.DATASETS.NAMES)}) has only one identity; expected at least 2.\n"
             "  fix: add images of other identities"
@@ -125,7 +127,7 @@ def _build_batch_sampler(
     return EpochBatchSampler(
         sampler,
         batch_size=batch_size,
-        iters_per_epoch=(sampler.images_per_epoch or len(dataset)) // max(1, batch_size),
+        iters_per_epoch=(getattr(sampler, "images_per_epoch", None) or len(dataset)) // max(1, batch_size),
         rank=rank,
         world_size=world_size,
         start_iter=start_iter,
@@ -135,8 +137,7 @@ def _build_batch_sampler(
 def describe_repeats(batches: EpochBatchSampler) -> str:
     """Describe how many images of a batch repeat another image of it; "" if identities have enough images."""
     sampler = batches.sampler
-    repeats = sampler.repeats_per_batch if isinstance(sampler, IdentitySampler) else 0.0
-    if not repeats:
+    if not isinstance(sampler, IdentitySampler) or not (repeats := sampler.repeats_per_batch):
         return ""
     too_few = sampler.images_per_identity < sampler.num_instances
     return (
@@ -265,7 +266,7 @@ def build_reid_test_loader(
     transforms = build_transforms(cfg, is_train=False)
     source = build_dataset(dataset_name, cfg)
     for split in ("query", "gallery") if requires_gallery and source.requires_gallery else ("query",):
-        check_split(dataset_name, split, len(source.split(split)))
+        check_split(dataset_name, split, len(getattr(source, split)))
     items = PackedItems.concat([PackedItems.of(items) for items in source.test_items()])
     options: dict[str, Any] = {"relabel": False, "sources": [source], "categories": cfg.DATASETS.CATEGORIES}
     dataset = ReidDataset(items, transforms, **options)
@@ -362,7 +363,8 @@ def build_dataset(name: str, cfg: CfgNode | None = None, *, skip_invalid: bool =
     kind, colon, path = name.partition(":")
     if colon and kind in PATH_DATASETS:
         options = {"skip_invalid": True} if skip_invalid and kind == "csv" else {}
-        return PATH_DATASETS[kind].from_config(cfg, path, **options)
+        path_dataset: ImageDataset = PATH_DATASETS[kind].from_config(cfg, path, **options)
+        return path_dataset
     if colon and name not in DATASET_REGISTRY:
         raise ConfigError(
             f"DATASETS.NAMES: unknown prefix {kind!r} in {name!r}; choices: {', '.join(PATH_DATASETS)}."
@@ -372,7 +374,9 @@ def build_dataset(name: str, cfg: CfgNode | None = None, *, skip_invalid: bool =
         kind = "csv" if name.endswith(".csv") else "folder"
         raise ConfigError(f"DATASETS.NAMES: {name!r} is a path without a prefix.\n  fix: use {kind}:{name}")
     component, root = DATASET_REGISTRY.get(name), str(data_root())
-    dataset: ImageDataset = component.from_config(cfg, root) if _is_dataset_class(component) else component(root=root)
+    dataset: ImageDataset = (
+        component.from_config(cfg, root) if hasattr(component, "from_config") else component(root=root)
+    )
     return dataset
 
 
@@ -384,14 +388,9 @@ def family_of(name: str) -> str:
     kind, _, path = name.partition(":")
     if kind in PATH_DATASETS:
         return f"{kind}:{os.path.abspath(expand(path))}"
-    if name not in DATASET_REGISTRY:
-        return name
-    component = DATASET_REGISTRY.get(name)
-    return component.identities_of or component.dataset_name or name
-
-
-def _is_dataset_class(component: Any) -> bool:
-    return isinstance(component, type) and issubclass(component, ImageDataset)
+    component = DATASET_REGISTRY.get(name) if name in DATASET_REGISTRY else None
+    family: str = getattr(component, "identities_of", "") or getattr(component, "dataset_name", "") or name
+    return family
 
 
 def _attach_cache(dataset: ReidDataset, cfg: CfgNode) -> None:
@@ -506,14 +505,15 @@ def with_num_classes(cfg: CfgNode, num_classes: int) -> CfgNode:
     return cfg.with_values({"MODEL.HEADS.NUM_CLASSES": num_classes})
 
 
-def with_num_categories(cfg: CfgNode, dataset: contracts.Dataset) -> CfgNode:
+def with_num_categories(cfg: CfgNode, dataset: Dataset) -> CfgNode:
     """Return a frozen copy of the config with what its model learns of a training set.
 
     ``DATASETS.NUM_CATEGORIES`` is set for the columns, and ``DATASETS.CAMERAS`` for embeddings of cameras.
     """
-    columns: Mapping[str, EncodedColumn] = dataset.columns
+    columns: Mapping[str, EncodedColumn] = getattr(dataset, "columns", {})
     categories = {name: len(column.names) for name, column in columns.items() if column.names}
     values: dict[str, Any] = {"DATASETS.NUM_CATEGORIES": categories} if categories else {}
-    if cfg.MODEL.BACKBONE.SIE_CAMERAS and len(dataset.sources) == 1 and isinstance(dataset.sources[0], CsvDataset):
-        values["DATASETS.CAMERAS"] = dataset.sources[0].camera_names
+    sources: Sequence[ImageDataset] = getattr(dataset, "sources", ())
+    if cfg.MODEL.BACKBONE.SIE_CAMERAS and len(sources) == 1 and isinstance(sources[0], CsvDataset):
+        values["DATASETS.CAMERAS"] = sources[0].camera_names
     return cfg.with_values(values) if values else cfg

@@ -145,8 +145,8 @@ class ReidDataset(Dataset):
         else:
             images = self.transforms.stack([self._read_augmented(key) for key in keys])
         augment = self.transforms.augment
-        parameters = augment.draw(epochs, positions, tuple(images.shape[-2:]))
-        batch = {
+        parameters = augment.draw(epochs, positions, (images.shape[-2], images.shape[-1]))
+        batch: dict[str, Any] = {
             "images": augment.apply(images, parameters) if self.augment else images,
             "targets": torch.from_numpy(self.labels[rows]),
             "camids": torch.from_numpy(self.camids[rows]),
@@ -201,7 +201,7 @@ class ReidDataset(Dataset):
         """Read and resize the image selected by ``key``, and apply ``transforms.augment_each``."""
         epoch, position, index = key
         augment, image = self.transforms.augment_each, self.read(index)[None]
-        return augment.apply(image, augment.draw([epoch], [position], tuple(image.shape[-2:])))[0]
+        return augment.apply(image, augment.draw([epoch], [position], (image.shape[-2], image.shape[-1])))[0]
 
     def _read(self, index: int) -> Tensor:
         return self.transforms.read(self.items.path(index), box=self.items.box(index))

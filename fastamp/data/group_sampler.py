@@ -45,7 +45,7 @@ class GroupIdentitySampler(BalancedIdentitySampler):
         DataError: if ``single``, and a group has fewer than P identities.
     """
 
-    def __init__(self, *, groups: Sequence[int], single: bool = False, **options: Any) -> None:
+    def __init__(self, *, groups: Sequence[int] | np.ndarray, single: bool = False, **options: Any) -> None:
         super().__init__(**options)
         group_of = np.asarray(groups)[self._order[self._starts]]
         self._groups = [np.flatnonzero(group_of == value) for value in np.unique(group_of)]

@@ -264,7 +264,7 @@ def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
     except (RuntimeError, EOFError, ConnectionError) as error:
         reason = str(error).strip()
         if isinstance(error, RuntimeError):
-            lost = re.match(r"DataLoader worker \(pid.* (is killed by signal|exited unexpectedly)", reason)
+            lost = bool(re.match(r"DataLoader worker \(pid.* (is killed by signal|exited unexpectedly)", reason))
             if "killed by signal" in str(error.__cause__):
                 reason = str(error.__cause__).strip()
         else:

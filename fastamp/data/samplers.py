@@ -12,7 +12,9 @@ import numpy as np
 from fastamp.config import CfgNode, Key
 from fastamp.data.columns import integers_of
 from fastamp.utils.errors import ConfigError, DataError
-from fastamp.utils.registry import Registry, adopt
+from fastamp.utils.registry import Registry
+
+SAMPLER_REGISTRY = Registry("DATALOADER.SAMPLER_TRAIN")
 
 KEYS = (
     Key(
@@ -56,9 +58,6 @@ class EpochSampler:
         raise NotImplementedError
 
 
-SAMPLER_REGISTRY = Registry("DATALOADER.SAMPLER_TRAIN", contract=EpochSampler)
-
-
 def generator(seed: int, epoch: int) -> np.random.Generator:
     """Create the random generator of an epoch."""
     return np.random.default_rng([seed % 2**64, epoch])
@@ -78,7 +77,7 @@ class TrainingSampler(EpochSampler):
         self.seed = seed
 
     @classmethod
-    def from_config(cls, cfg: CfgNode, *, labels: Sequence[int], **unused: Any) -> "EpochSampler":
+    def from_config(cls, cfg: CfgNode, *, labels: Sequence[int] | np.ndarray, **unused: Any) -> "EpochSampler":
         """Build the sampler from the config key ``SEED``."""
         return cls(size=len(labels), seed=cfg.SEED)
 
@@ -98,13 +97,13 @@ class ImbalancedDatasetSampler(EpochSampler):
         seed: seed of the random choice; any integer.
     """
 
-    def __init__(self, *, labels: Sequence[int], seed: int) -> None:
+    def __init__(self, *, labels: Sequence[int] | np.ndarray, seed: int) -> None:
         _, identity, counts = np.unique(labels, return_inverse=True, return_counts=True)
         self._ends = np.cumsum(1.0 / counts[identity])
         self.seed = seed
 
     @classmethod
-    def from_config(cls, cfg: CfgNode, *, labels: Sequence[int], **unused: Any) -> "EpochSampler":
+    def from_config(cls, cfg: CfgNode, *, labels: Sequence[int] | np.ndarray, **unused: Any) -> "EpochSampler":
         """Build the sampler from the config key ``SEED``."""
         return cls(labels=labels, seed=cfg.SEED)
 
@@ -142,8 +141,8 @@ class IdentitySampler(EpochSampler):
     def __init__(
         self,
         *,
-        labels: Sequence[int],
-        camids: Sequence[int],
+        labels: Sequence[int] | np.ndarray,
+        camids: Sequence[int] | np.ndarray,
         batch_size: int,
         num_instances: int,
         seed: int,
@@ -168,10 +167,9 @@ class IdentitySampler(EpochSampler):
                 f"SOLVER.IMS_PER_BATCH {batch_size} gives {per_rank} images{ranks}: expected a multiple of {divisor}.\n"
                 f"  fix: set SOLVER.IMS_PER_BATCH to a multiple of {size * world_size}"
             )
-        labels = np.asarray(labels)
         # Indices sorted by identity; ``_starts`` and ``_ends`` delimit each identity.
         self._order = np.argsort(labels, kind="stable")
-        self.identities, self._starts = np.unique(labels[self._order], return_index=True)
+        self.identities, self._starts = np.unique(np.asarray(labels)[self._order], return_index=True)
         self._ends = np.append(self._starts[1:], len(labels))
         self.camids = np.asarray(camids)
         self.identities_per_batch = batch_size // size
@@ -210,7 +208,12 @@ class IdentitySampler(EpochSampler):
 
     @staticmethod
     def options_from_config(
-        cfg: CfgNode, *, labels: Sequence[int], camids: Sequence[int], world_size: int, **unused: Any
+        cfg: CfgNode,
+        *,
+        labels: Sequence[int] | np.ndarray,
+        camids: Sequence[int] | np.ndarray,
+        world_size: int,
+        **unused: Any,
     ) -> dict[str, Any]:
         """Return the arguments of ``IdentitySampler`` for a config and the images of the training set."""
         return {
@@ -362,14 +365,14 @@ class SetReWeightSampler(BalancedIdentitySampler):
 
     def __init__(self, *, sets: Sequence[int], weights: Sequence[float], **options: Any) -> None:
         super().__init__(**options)
-        sets = np.asarray(sets)
-        count = int(sets.max()) + 1
+        numbers = np.asarray(sets)
+        count = int(numbers.max()) + 1
         if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
             raise ConfigError(
                 f"DATALOADER.SET_WEIGHT must be {count} positive numbers, one for each dataset in DATASETS.NAMES; got "
                 f"{tuple(weights)}.\n  fix: set one weight above 0 for each dataset"
             )
-        set_of = sets[self._order[self._starts]]
+        set_of = numbers[self._order[self._starts]]
         self._identities = [np.flatnonzero(set_of == number) for number in range(count)]
         exact = np.array(weights) / sum(weights) * self.identities_per_batch
         counts = np.floor(exact).astype(int)
@@ -450,9 +453,10 @@ class EpochBatchSampler:
         """Yield this rank's sample keys for each batch, indefinitely, starting at batch ``start_iter``."""
         first_epoch, first_batch = divmod(self.start_iter, self.iters_per_epoch)
         for epoch in itertools.count(first_epoch):
-            stream = enumerate(self.sampler.epoch(epoch))
             skipped = first_batch if epoch == first_epoch else 0
-            stream = itertools.islice(stream, skipped * self.batch_size, self.iters_per_epoch * self.batch_size)
+            stream = itertools.islice(
+                enumerate(self.sampler.epoch(epoch)), skipped * self.batch_size, self.iters_per_epoch * self.batch_size
+            )
             for _ in range(skipped, self.iters_per_epoch):
                 batch = [(epoch, position, index) for position, index in itertools.islice(stream, self.batch_size)]
                 yield batch[self._slice]
@@ -499,10 +503,9 @@ def build_sampler(cfg: CfgNode, *, columns: Mapping[str, Any], **images: Any) ->
     """
     name = cfg.DATALOADER.SAMPLER_TRAIN
     component = SAMPLER_REGISTRY.get(name)
-    build = component.from_config if isinstance(component, type) else component
-    if "columns" in inspect.signature(build).parameters:
+    if "columns" in inspect.signature(getattr(component, "from_config", component)).parameters:
         images["columns"] = columns
-    return adopt(SAMPLER_REGISTRY.build(name, cfg, **images), EpochSampler)
+    return SAMPLER_REGISTRY.build(name, cfg, **images)
 
 
 def batch_size_per_rank(batch_size: int, world_size: int) -> int:

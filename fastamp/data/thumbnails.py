@@ -20,10 +20,9 @@ def thumbnail(item: ImageItem, size: tuple[int, int] = SIZE) -> Image.Image | No
         pixels = read_image(
             item.path, box=item.box, max_pixels=LARGEST_PIXELS, least_side=2 * max(size), bit_depth=None
         )
-        pixels = pixels.permute(1, 2, 0).numpy()
     except DataError:
         return None
-    return ImageOps.contain(Image.fromarray(pixels), size)
+    return ImageOps.contain(Image.fromarray(pixels.permute(1, 2, 0).numpy()), size)
 
 
 def grid(rows: Sequence[Sequence[Image.Image]], size: tuple[int, int] = SIZE) -> Image.Image:

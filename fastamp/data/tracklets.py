@@ -169,8 +169,8 @@ class TrackletSampler(NaiveIdentitySampler):
     def __init__(
         self,
         *,
-        labels: Sequence[int],
-        camids: Sequence[int],
+        labels: Sequence[int] | np.ndarray,
+        camids: Sequence[int] | np.ndarray,
         tracklets: np.ndarray,
         sets: Sequence[int] | None = None,
         frames: int = 4,
@@ -276,7 +276,7 @@ class TrackletInferenceSampler(InferenceSampler):
             yield [(0, index, index) for index in batch]
 
 
-def tracklet_keys(tracklets: np.ndarray, sets: Sequence[int] | None = None) -> np.ndarray:
+def tracklet_keys(tracklets: np.ndarray, sets: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
     """Number tracklets that have the same name in different datasets, or splits, differently.
 
     Args:
@@ -289,8 +289,8 @@ def tracklet_keys(tracklets: np.ndarray, sets: Sequence[int] | None = None) -> n
     numbers = number_tracklets(tracklets)
     if sets is None:
         return numbers
-    sets = np.asarray(sets)
-    return number_tracklets(numbers * (1 + sets.max(initial=0)) + sets)
+    numbered = np.asarray(sets)
+    return number_tracklets(numbers * (1 + numbered.max(initial=0)) + numbered)
 
 
 def select_test_frames(tracklets: np.ndarray, frames: int, num_query: int) -> np.ndarray:
@@ -313,7 +313,7 @@ def select_test_frames(tracklets: np.ndarray, frames: int, num_query: int) -> np
     return np.concatenate(selected)
 
 
-def tracklets_of(dataset: ReidDataset, title: str, sets: Sequence[int] | None = None) -> np.ndarray | None:
+def tracklets_of(dataset: ReidDataset, title: str, sets: Sequence[int] | np.ndarray | None = None) -> np.ndarray | None:
     """Return the column ``tracklet`` of a dataset, after checking it.
 
     Args:
@@ -338,8 +338,8 @@ def tracklets_of(dataset: ReidDataset, title: str, sets: Sequence[int] | None = 
     first = np.unique(numbers, return_index=True)[1][numbers]
     source = dataset.sources[0] if len(dataset.sources) == 1 else None
     for kinds, labels, names, name_of in (
-        ("identities", dataset.labels, dataset.items.pids, source.identity if source else str),
-        ("cameras", dataset.camids, dataset.items.camids, source.camera if source else str),
+        ("identities", dataset.labels, dataset.items.pids, getattr(source, "identity", str)),
+        ("cameras", dataset.camids, dataset.items.camids, getattr(source, "camera", str)),
     ):
         wrong = np.flatnonzero(labels != labels[first])
         if len(wrong):

@@ -28,7 +28,7 @@ def leaked_identities(dataset: ImageDataset) -> set[str]:
     """
     if dataset.is_closed_set or dataset.related_identities is False:
         return set()
-    trained, *tested = (_names(dataset, dataset.split(split)) for split in ("train", "query", "gallery"))
+    trained, *tested = (_names(dataset, getattr(dataset, split)) for split in ("train", "query", "gallery"))
     distractors = {"0", "-1"} if dataset.has_distractors else set()
     return trained & set().union(*tested) - distractors
 
@@ -117,8 +117,7 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
             values, inverse = items.pids.unique()
             names = [name if (name := dataset.identity(pid)) in shared else f"test_{pid}" for pid in values]
             part.append(_add_prefixes(items.replace(pids=Column.of(inverse, names)), pid_prefix, camid_prefix))
-        part = PackedItems.concat(part)
-        parts.append(_drop_shared_images(part, dataset, list(zip(datasets, parts, strict=False))))
+        parts.append(_drop_shared_images(PackedItems.concat(part), dataset, list(zip(datasets, parts, strict=False))))
     return parts
 
 
@@ -171,7 +170,8 @@ def _drop_shared_images(
         for item in (items[row] for row in items.rows_in(set(part.folders)).tolist()):
             seen.setdefault((item.path, item.box), (earlier_dataset, item.pid))
     folders = {split_path(path)[0] for path, _ in seen}
-    same, conflicting = [], []
+    same: list[int] = []
+    conflicting: list[Any] = []
     for row in part.rows_in(folders).tolist():
         item = part[row]
         _, pid = seen.get((item.path, item.box), (None, None))

@@ -131,8 +131,9 @@ def time_proportion_split(
     _check_fraction("train", train_fraction)
     split = Split([], [])
     for rows in rows_by_identity(identities).values():
-        ordered = sorted((row for row in rows if dates[row] is not None), key=dates.__getitem__)
-        days = sorted({dates[row] for row in ordered})
+        day_of = {row: day for row in rows if (day := dates[row]) is not None}
+        ordered = sorted(day_of, key=lambda row: day_of[row])
+        days = sorted(set(day_of.values()))
         first = set(days[: min(round(train_fraction * len(days)), len(days) - 1)] if len(days) > 1 else days)
         for row in ordered:
             split[dates[row] not in first].append(row)
@@ -242,6 +243,7 @@ def draw_identities(
                 f"cannot draw {count} of {len(ordered)} identities.\n  fix: choose a number in 0..{len(ordered)}"
             )
         return set(permuted[:count])
+    assert fraction is not None
     _check_fraction("unknown", fraction)
     drawn: set[str] = set()
     images = 0

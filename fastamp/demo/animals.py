@@ -96,7 +96,7 @@ def animals_are_complete(folder: str | Path) -> bool:
 def _plan(individuals: int, seed: int) -> list[tuple[str, ...]]:
     """List the rows of the table."""
     rng = np.random.default_rng([seed, 1])
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for species in sorted(_SPECIES):
         for number in range(individuals):
             name = f"{species} {number:02d}"
@@ -157,7 +157,7 @@ def _markings(shape: str, u: np.ndarray, v: np.ndarray, rng: np.random.Generator
     distances = np.stack([np.hypot(u - a, v - b) for a, b in centers.T])
     if shape == "spots":
         radii = rng.uniform(0.03, 0.11, _MARKS)
-        spots: np.ndarray = (distances < radii[:, None, None]).any(0)
+        spots: np.ndarray = np.any(distances < radii[:, None, None], axis=0)
         return spots
     nearest = np.sort(distances, axis=0)
     patches: np.ndarray = nearest[1] - nearest[0] > 0.05

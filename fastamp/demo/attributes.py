@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from fastamp.demo.camera import hour_gain, make_camera
 from fastamp.demo.picture import OCCLUDERS, Composition
@@ -153,7 +154,7 @@ class ImageAttributes:
     light: float
 
 
-def describe_person(person: Appearance) -> dict[str, str | int | float | None]:
+def describe_person(person: Appearance) -> dict[str, Any]:
     """Return the attributes of a person that are the same in all images, as a dict."""
     hair, hat = _HAIR_AND_HAT[person.hair]
     contrast = person.sleeve_style == "contrast" or person.pattern == "side_panels"
@@ -181,9 +182,7 @@ def describe_person(person: Appearance) -> dict[str, str | int | float | None]:
     }
 
 
-def describe_picture(
-    picture: Composition, camera: int, sequence: int, seed: int
-) -> dict[str, str | int | float | None]:
+def describe_picture(picture: Composition, camera: int, sequence: int, seed: int) -> dict[str, Any]:
     """Return the attributes of an image that do not describe the person, as a dict.
 
     Args:

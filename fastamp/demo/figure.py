@@ -1,6 +1,7 @@
 """Draw a clothed person: a 3D skeleton, projected for a yaw and pitch and filled with flat shapes."""
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -18,6 +19,11 @@ _SHOULDER, _HIP, _CHIN = 0.815, 0.525, 0.868
 _THIGH, _SHIN = 0.25, 0.235
 _UPPER_ARM, _FOREARM = 0.165, 0.15
 _HEAD_CENTER = 0.932
+
+
+def _point(coordinates: Iterable[float]) -> Point:
+    x, y, z = coordinates
+    return x, y, z
 
 
 def draw_person(canvas: Image.Image, person: Appearance, pose: Pose, foot: tuple[float, float], height: float) -> None:
@@ -150,10 +156,10 @@ class _Figure:
             self._limb(knee, ankle, 0.028 * breadth, 0.018, skin)
             self._limb(hip, knee, 0.046 * breadth, 0.03 * breadth, skin)
         if person.lower == "shorts":
-            hem = tuple(0.12 * a + 0.88 * b for a, b in zip(hip, knee, strict=True))
+            hem = _point(0.12 * a + 0.88 * b for a, b in zip(hip, knee, strict=True))
             self._limb(hip, hem, 0.056 * breadth, 0.05 * breadth, cloth)
         if person.shoe == "boot":
-            top = tuple(0.62 * a + 0.38 * b for a, b in zip(ankle, knee, strict=True))
+            top = _point(0.62 * a + 0.38 * b for a, b in zip(ankle, knee, strict=True))
             self._limb(top, ankle, 0.033, 0.028, _shade(person.shoe_color, light))
 
     def _side_stripe(self, side: int, hip: Point, knee: Point, ankle: Point, light: float) -> None:
@@ -281,7 +287,7 @@ class _Figure:
         inward = 0.02 * side * (1 - min(elbow_bend, 1.2))
         wrist = (elbow[0] + inward - 0.02 * side, elbow[1] - _FOREARM * math.cos(angle), elbow[2])
         wrist = (wrist[0], wrist[1], elbow[2] + _FOREARM * math.sin(angle))
-        hand = tuple(b + 0.2 * (b - a) for a, b in zip(elbow, wrist, strict=True))
+        hand = _point(b + 0.2 * (b - a) for a, b in zip(elbow, wrist, strict=True))
         if holds:
             self._hand_bag(wrist)
 
@@ -294,7 +300,7 @@ class _Figure:
             return
         contrast = person.sleeve_style == "contrast" or person.pattern == "side_panels"
         cloth = person.accent if contrast else person.upper
-        cuff = tuple(0.3 * a + 0.7 * b for a, b in zip(shoulder, elbow, strict=True))
+        cuff = _point(0.3 * a + 0.7 * b for a, b in zip(shoulder, elbow, strict=True))
         parts = [(shoulder, cuff, 0.036 * thick, 0.036 * thick)]
         if person.sleeve == "long":
             parts = [(shoulder, elbow, 0.035 * thick, 0.032 * thick), (elbow, wrist, 0.032 * thick, 0.026 * thick)]

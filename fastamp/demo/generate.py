@@ -186,12 +186,13 @@ def _plan(settings: dict) -> list[_Shot]:
 
     for index in range(settings["distractors"]):
         rng = np.random.default_rng([seed, _DISTRACTOR, index])
-        chance, kind, person = rng.random(), "none", None
+        chance, kind = rng.random(), "none"
+        stranger: Appearance | None = None
         if chance < 0.1:
-            kind, person = "lookalike", draw_lookalike(rng, test_people[rng.integers(len(test_people))])
+            kind, stranger = "lookalike", draw_lookalike(rng, test_people[rng.integers(len(test_people))])
         elif chance < 0.85:
-            kind, person = "stranger", draw_appearance(rng)
-        shots.append(_distractor_shot(rng, (_DISTRACTOR, index), 0, kind, person, cameras))
+            kind, stranger = "stranger", draw_appearance(rng)
+        shots.append(_distractor_shot(rng, (_DISTRACTOR, index), 0, kind, stranger, cameras))
     for index in range(settings["distractors"] // 10):
         rng = np.random.default_rng([seed, _JUNK, index])
         person = test_people[rng.integers(len(test_people))]

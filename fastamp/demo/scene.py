@@ -52,8 +52,8 @@ def paint_ground(rng: np.random.Generator, width: int, height: int) -> np.ndarra
         for y in range(int(rng.integers(12)), height, 14):
             draw.line((0, y, width, y), fill=(148, 140, 128))
     if rng.random() < 0.5:
-        x, slant = rng.uniform(0, width), rng.uniform(-0.8, 0.8) * width
-        draw.line((x, 0, x + slant, height), fill=(222, 220, 212), width=max(2, width // 12))
+        start, slant = rng.uniform(0, width), rng.uniform(-0.8, 0.8) * width
+        draw.line((start, 0, start + slant, height), fill=(222, 220, 212), width=max(2, width // 12))
     grain = rng.normal(0, 3, (height, width, 1)).astype(np.float32) + _clouds(rng, (width, height)) * 9
     return np.clip(np.asarray(image, dtype=np.float32) + grain, 0, 255)
 
@@ -77,7 +77,8 @@ def _ground(draw: ImageDraw.ImageDraw, size: tuple[int, int], color: tuple, line
     draw.rectangle((0, foot, width, height), fill=color)
     if line is None:
         return
-    row, step = foot, unit * 0.05
+    row: float = foot
+    step = unit * 0.05
     while row < height:
         draw.line((0, row, width, row), fill=line, width=max(1, unit // 100))
         row, step = row + step, step * 1.25
@@ -153,8 +154,8 @@ def _plaza(image: Image.Image, draw: ImageDraw.ImageDraw, rng: np.random.Generat
             corners += [(left + unit * 0.08 - shift, height), (left - shift - unit * 0.02, height)]
             draw.polygon(corners, fill=(216, 214, 208))
     for _ in range(30):
-        x, y, r = rng.uniform(0, width), rng.uniform(height * 0.5, height), unit * rng.uniform(0.01, 0.05)
-        draw.ellipse((x - 2 * r, y - r, x + 2 * r, y + r), fill=(128, 128, 130))
+        middle, y, r = rng.uniform(0, width), rng.uniform(height * 0.5, height), unit * rng.uniform(0.01, 0.05)
+        draw.ellipse((middle - 2 * r, y - r, middle + 2 * r, y + r), fill=(128, 128, 130))
 
 
 def _hall(image: Image.Image, draw: ImageDraw.ImageDraw, rng: np.random.Generator, unit: int) -> None:

@@ -132,8 +132,8 @@ def _write(build: Path, people: int, frames: int, seed: int, progress: Callable[
     (build / "det/det.txt").write_text("".join(detections), encoding="utf-8")
     (build / "gt/gt.txt").write_text("".join(truth), encoding="utf-8")
     height, width = FRAME_SIZE
-    lines = ("[Sequence]", "name=demo", "imDir=img1", "frameRate=25", f"seqLength={frames}")
-    lines += (f"imWidth={width}", f"imHeight={height}", "imExt=.jpg", "")
+    lines = ["[Sequence]", "name=demo", "imDir=img1", "frameRate=25", f"seqLength={frames}"]
+    lines += [f"imWidth={width}", f"imHeight={height}", "imExt=.jpg", ""]
     (build / "seqinfo.ini").write_text("\n".join(lines), encoding="utf-8")
 
 

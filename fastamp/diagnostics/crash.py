@@ -125,7 +125,8 @@ class CrashDump:
             for name in self.sharded:
                 if name in tensors and name in self.model and self.model[name].shape[1:] == tensors[name].shape[1:]:
                     with torch.no_grad():
-                        tensors[name].set_(torch.empty_like(self.model[name], device=tensors[name].device))
+                        rows = torch.empty_like(self.model[name], device=tensors[name].device)
+                        tensors[name].set_(rows.untyped_storage(), 0, rows.shape, rows.stride())
         differing = [
             name for name, t in tensors.items() if name not in self.model or self.model[name].shape != t.shape
         ] + [name for name in self.model if name not in tensors]

@@ -117,7 +117,9 @@ def check_dataset(
         report.columns += summarize_columns(PackedItems.concat([PackedItems.of(items) for items in splits.values()]))
     report.notes += [note for note in (dataset.split_note, dataset.excluded_note) if note]
     images = list({(item.path, item.box): item for items in splits.values() for item in items}.values())
-    inspect, inspected, damaged = partial(inspect_image, max_pixels=max_pixels, bit_depth=bit_depth), [], {}
+    inspect = partial(inspect_image, max_pixels=max_pixels, bit_depth=bit_depth)
+    inspected: list[ImageSummary] = []
+    damaged: dict[str, str] = {}
     starts = range(0, len(images), _AT_ONCE)
     with decoding_pool() as pool:
         for start in track(starts, len(starts), "reading images"):
@@ -178,7 +180,8 @@ def write_clean(
         split: [(row, item) for row, item in enumerate(getattr(dataset, split)) if (split, row) not in excluded]
         for split in SPLITS
     }
-    database = getattr(dataset, "database_lines", frozenset())
+    table = dataset if isinstance(dataset, CsvDataset) else None
+    database = table.database_lines if table else frozenset()
     total = sum(len(getattr(dataset, split)) for split in SPLITS) - len(database)
     queries, gallery = ([item for _, item in kept[split]] for split in ("query", "gallery"))
     matchless = _find_matchless(dataset, queries, gallery, protocol)
@@ -186,15 +189,14 @@ def write_clean(
         kept["query"] = [row for row, fault in zip(kept["query"], matchless, strict=True) if not fault]
     if not any(kept.values()):
         raise DataError(f"{dataset.title}: no images remain without the images of the findings.\n  fix: add images")
-    is_csv = isinstance(dataset, CsvDataset)
-    extra_names, extra_values = dataset.further_columns() if is_csv else (_column_names(kept), {})
+    extra_names, extra_values = table.further_columns() if table else (_column_names(kept), {})
     has_cameras = _writes_cameras(dataset, {split: [item for _, item in kept[split]] for split in SPLITS}, protocol)
     has_boxes = any(item.box is not None for items in kept.values() for _, item in items)
     folder = os.path.abspath(path.parent)
-    lines = []
+    lines: list[tuple[int, list[object]]] = []
     for split, items in kept.items():
         for row, item in items:
-            number = dataset.line(split, row) if is_csv else len(lines)
+            number = table.line(split, row) if table else len(lines)
             image = os.path.abspath(item.path)
             if os.path.commonpath((folder, image)) == folder:
                 image = os.path.relpath(image, folder)
@@ -206,7 +208,7 @@ def write_clean(
             values += [dataset.camera(item.camid)] if has_cameras else []
             values += (item.box or ("",) * 4) if has_boxes else []
             columns = item.columns or {}
-            extra = extra_values.get(number, ()) if is_csv else [cell_text(columns.get(name)) for name in extra_names]
+            extra = extra_values.get(number, ()) if table else [cell_text(columns.get(name)) for name in extra_names]
             lines.append((number, [*values, *extra]))
     header = ["path", "pid", "split", *["camid"] * has_cameras, *["x0", "y0", "x1", "y1"] * has_boxes, *extra_names]
     with writing(path):
@@ -444,7 +446,8 @@ class _CheckedDataset:
                 second_rows = [row for row, _, summary in self.rows(second) if not summary.fault]
                 if not first_rows or not second_rows:
                     continue
-                if (first, second) == ("train", "gallery") and getattr(self.dataset, "database_lines", ()):
+                has_database = isinstance(self.dataset, CsvDataset) and self.dataset.database_lines
+                if (first, second) == ("train", "gallery") and has_database:
                     continue
                 by_digest = {self._summary(row).digest: row for row in first_rows}
                 same = [
@@ -467,8 +470,8 @@ class _CheckedDataset:
                     ),
                 )
                 search = NearestImages(
-                    [self._summary(row).fingerprint for row in first_rows],
-                    [self._summary(row).fingerprint for row in second_rows],
+                    [self._fingerprint(row) for row in first_rows],
+                    [self._fingerprint(row) for row in second_rows],
                     self._sample_different(first_rows, second_rows),
                     bits=near_duplicate_bits,
                 )
@@ -494,6 +497,12 @@ class _CheckedDataset:
             and self.protocol.rule.uses_cameras
         )
 
+    def _fingerprint(self, row: Row) -> Fingerprint:
+        """Return the fingerprint of an image that can be read."""
+        fingerprint = self._summary(row).fingerprint
+        assert fingerprint is not None
+        return fingerprint
+
     def _sample_different(
         self, first_rows: Sequence[Row], second_rows: Sequence[Row]
     ) -> list[tuple[Fingerprint, Fingerprint]]:
@@ -505,9 +514,7 @@ class _CheckedDataset:
         ]
         names = {row: self.dataset.identity(self._item(row).pid) for row in {*rows[0], *rows[1]}}
         return [
-            (self._summary(a).fingerprint, self._summary(b).fingerprint)
-            for a, b in zip(*rows, strict=True)
-            if names[a] != names[b]
+            (self._fingerprint(a), self._fingerprint(b)) for a, b in zip(*rows, strict=True) if names[a] != names[b]
         ]
 
     def _near_duplicates(

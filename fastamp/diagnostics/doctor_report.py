@@ -132,7 +132,7 @@ class AmpReport:
             amp["DTYPE"] = best.dtype
             if best.loss_scale is not None and best.loss_scale < self.init_scale:
                 amp["INIT_SCALE"] = best.loss_scale
-            if modules := [*self.force_fp32, *best.force_fp32]:
+            if modules := [*self.force_fp32, *(best.force_fp32 or ())]:
                 amp["FORCE_FP32"] = modules
         return yaml.safe_dump({"SOLVER": {"AMP": amp}}, sort_keys=False)
 

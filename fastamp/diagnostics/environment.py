@@ -237,8 +237,11 @@ def inspect_environment(device: torch.device, *, asked: str = "auto", train: boo
         on_cuda = device.type == "cuda" and available
         capability = ask("compute capability", lambda: queries.capability(device), None) if on_cuda else None
         driver_cuda = ask("CUDA version of the driver", queries.driver_cuda, None)
-        free, total = ask("memory", lambda: queries.memory(device if available else torch.device("cpu")), (None, None))
-        support = ask("precisions", lambda: queries.supported(device), {}) if available else {}
+        nothing: tuple[int | None, int | None] = (None, None)
+        free, total = ask("memory", lambda: queries.memory(device if available else torch.device("cpu")), nothing)
+        support: dict[str, queries.Support] = {}
+        if available:
+            support = ask("precisions", lambda: queries.supported(device), support)
         auto = ask("SOLVER.AMP.DTYPE auto", lambda: auto_dtype(device), None) if available else None
         supported = [name for name in DTYPES if name not in support or support[name].state != "no"]
         return EnvironmentReport(

@@ -75,11 +75,12 @@ def search_force_fp32(
 
     state: PrecisionCheck | None = current
     while state is not None and state.overflow:
-        new = _next_to_force(state.location, layers, chosen) if state.location else []
-        if not new or len(chosen) > max(8, len(layers) // 2):
+        location = state.location
+        new = _next_to_force(location, layers, chosen) if location else []
+        if not location or not new or len(chosen) > max(8, len(layers) // 2):
             return None
         chosen += new
-        report(f"{state.location.kind} in {state.location.name}: forcing {', '.join(new)} to float32")
+        report(f"{location.kind} in {location.name}: forcing {', '.join(new)} to float32")
         state = check_with(chosen)
     if state is None:
         return None

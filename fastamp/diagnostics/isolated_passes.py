@@ -1,6 +1,7 @@
 """Forward and backward passes without side effects."""
 
 import copy
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -208,10 +209,11 @@ class IsolatedPasses:
         names: dict[nn.Module, set[str]] = {}
         for module, name, buffer, kept in self._buffers:
             names.setdefault(module, set()).add(name)
-            if buffer is not None and buffer.is_inference():  # inference tensors cannot be updated in place
-                buffer = kept.clone()
-            elif buffer is not None:
-                buffer.copy_(kept)
+            if buffer is not None and kept is not None:
+                if buffer.is_inference():  # inference tensors cannot be updated in place
+                    buffer = kept.clone()
+                else:
+                    buffer.copy_(kept)
             module._buffers[name] = buffer
         for module, _ in self._attributes:
             for name in module._buffers.keys() - names.get(module, set()):
@@ -236,15 +238,12 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def restore_generator(value: Any) -> Callable[[], Any] | None:
     """Create a function that resets a PyTorch, NumPy or Python generator to its current state; None for other types."""
     if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: value.set_state(state)
+        return functools.partial(value.set_state, value.get_state())
     if isinstance(value, (np.random.Generator, np.random.RandomState)):
         bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator
-        state = copy.deepcopy(bits.state)
-        return lambda: setattr(bits, "state", state)
+        return functools.partial(setattr, bits, "state", copy.deepcopy(bits.state))
     if isinstance(value, random.Random):
-        state = value.getstate()
-        return lambda: value.setstate(state)
+        return functools.partial(value.setstate, value.getstate())
     return None
 
 
@@ -260,13 +259,13 @@ def _restorer(value: Any) -> Callable[[], Any] | None:
     content = copy.copy(value)
     inner = [r for item in (value.values() if isinstance(value, dict) else value) if (r := _restorer(item)) is not None]
 
-    def restore() -> None:
+    def restore_all() -> None:
         value.clear()
         (value.update if isinstance(value, (dict, set)) else value.extend)(content)
-        for restore in inner:
-            restore()
+        for restore_one in inner:
+            restore_one()
 
-    return restore
+    return restore_all
 
 
 @contextmanager

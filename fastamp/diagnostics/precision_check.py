@@ -220,7 +220,7 @@ def _check_training(
 
     (low, finite_scale), _ = run_passes(model, batch, run, precision=precision, frozen=frozen)
     check.losses = low.losses
-    if low.finite or (finite_scale is not None and finite_scale >= scaler.min_scale):
+    if low.finite or (scaler and finite_scale is not None and finite_scale >= scaler.min_scale):
         check.loss_scale = finite_scale if scaler else None
         return
     check.location, note = try_locate(

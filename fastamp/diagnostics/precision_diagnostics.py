@@ -115,12 +115,13 @@ class PrecisionDiagnostics:
             )
             step.disable_loss_scaling()
             return candidate
-        if report.loss_scale is not None and report.loss_scale < step.scaler.scale and iteration == 0:
+        scaler = step.scaler
+        if scaler and report.loss_scale is not None and report.loss_scale < scaler.scale and iteration == 0:
             logger.info(
                 "initial loss scale lowered to %g: with larger values, gradients of the first batch overflow",
                 report.loss_scale,
             )
-            step.scaler.lower_to(report.loss_scale)
+            scaler.lower_to(report.loss_scale)
         return policy
 
     def begin_recording(self) -> None:

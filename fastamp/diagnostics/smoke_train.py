@@ -86,13 +86,13 @@ def smoke_train(policy: PrecisionPolicy, device: torch.device) -> SmokeTrainResu
             losses.append(float(_loss(model, images, targets, policy).detach()))
     except Exception as error:
         return SmokeTrainResult(taken, first_loss=losses[0] if losses else None, error=summarize_error(error))
-    skipped, error = STEPS - taken, ""
+    skipped, fault = STEPS - taken, ""
     # With loss scaling, skipped steps after an overflow are normal.
     if not taken or (skipped and not scaler):
-        error = f"{skipped} of {STEPS} steps were skipped: losses or gradients are not finite"
+        fault = f"{skipped} of {STEPS} steps were skipped: losses or gradients are not finite"
     elif not losses[-1] < losses[0]:
-        error = f"the loss did not decrease in {taken} steps ({losses[0]:.4f} -> {losses[-1]:.4f})"
-    return SmokeTrainResult(taken, skipped, losses[0], losses[-1], error)
+        fault = f"the loss did not decrease in {taken} steps ({losses[0]:.4f} -> {losses[-1]:.4f})"
+    return SmokeTrainResult(taken, skipped, losses[0], losses[-1], fault)
 
 
 def _loss(model: nn.Module, images: torch.Tensor, targets: torch.Tensor, policy: PrecisionPolicy) -> torch.Tensor:

@@ -307,18 +307,17 @@ class DefaultTrainer:
         """
         cfg, average = self.cfg, self.average
         last = self.trainer.epoch + 1 == cfg.SOLVER.MAX_EPOCH
-        averaged = bool(average) and (
-            cfg.SOLVER.EMA.EVALUATE if average.kind == "ema" else last and average.updates > 0
-        )
-        with average.applied() if averaged else nullcontext():
-            if averaged:
+        if average and not (cfg.SOLVER.EMA.EVALUATE if average.kind == "ema" else last and average.updates > 0):
+            average = None
+        with average.applied() if average else nullcontext():
+            if average:
                 self._applied = average.kind
                 logger.info("evaluating the weight average (%s, %d updates)", average.kind, average.updates)
             if self.precise_bn_loader is not None:
                 update_bn_statistics(
                     self.model, self.precise_bn_loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=self.policy
                 )
-            elif averaged and average.kind == "swa" and cfg.SOLVER.SWA.INITIAL_WEIGHT < 1:
+            elif average and average.kind == "swa" and cfg.SOLVER.SWA.INITIAL_WEIGHT < 1:
                 # The batch-norm statistics were collected with other weights than the average.
                 update_bn_statistics(
                     self.model,

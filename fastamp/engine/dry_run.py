@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastamp.checkpoint.weights_file import checkpoint_size
 from fastamp.config import CfgNode
-from fastamp.data.dataset import ReidDataset
 from fastamp.data.loader import TestLoader
 from fastamp.data.samplers import InferenceSampler
 from fastamp.diagnostics import environment_queries
@@ -198,8 +197,7 @@ def _subset_loader(loader: TestLoader, num_query: int, columns: Iterable[str] = 
 
 def _in_turn(dataset: Any, num_query: int, columns: Iterable[str]) -> list[int]:
     """Order the queries so that those with each combination of values of ``columns`` take turns."""
-    encoded = dataset.columns if isinstance(dataset, ReidDataset) else {}
-    values = [encoded[name].values for name in columns if name in encoded]
+    values = [dataset.columns[name].values for name in columns if name in getattr(dataset, "columns", ())]
     turns: Counter[tuple[Any, ...]] = Counter()
     order = []
     for query in range(num_query):

@@ -315,7 +315,8 @@ def connect(host: str | None) -> dict[int, _Connection]:
         connection.socket.settimeout(None)
         connection.send({"token": endpoint["token"], "rank": rank})
         return {0: connection}
-    token, connections = secrets.token_hex(16), {}
+    token = secrets.token_hex(16)
+    connections: dict[int, _Connection] = {}
     dual_stack = host != "127.0.0.1" and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual_stack else socket.AF_INET
     address = "127.0.0.1" if host == "127.0.0.1" else ""
@@ -339,7 +340,7 @@ def connect(host: str | None) -> dict[int, _Connection]:
 def _authenticated_rank(connection: _Connection, token: str) -> int | None:
     """Read the rank of the connected process; return None if its message is invalid or contains a wrong token."""
     try:
-        message = connection.receive()
+        message = connection.receive() or {}
         authenticated = hmac.compare_digest(str(message["token"]).encode(), token.encode())
         return int(message["rank"]) if authenticated else None
     except (OSError, ValueError, KeyError, TypeError):

@@ -18,11 +18,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -207,24 +207,16 @@ def _run_in_group(
     return results[0] if results else None
 
 
-@runtime_checkable
-class CommandLine(Protocol):
-    """Parsed arguments of ``default_argument_parser``."""
-
-    config_file: str
-    opts: Sequence[str]
-
-
 def _read_settings(args: tuple[Any, ...]) -> tuple[timedelta | None, str]:
     """Read ``timeout`` and ``device`` of ``launch`` from the config that ``args`` names.
 
     If the config is invalid, the defaults are returned: ``main_func`` may define further keys; else it reports the
     error.
     """
-    named = next((arg for arg in args if isinstance(arg, CommandLine)), None)
+    named = next((arg for arg in args if hasattr(arg, "config_file") and hasattr(arg, "opts")), None)
     if named is None:
         return None, "auto"
-    plugin = vars(named).get("plugin", "")
+    plugin = getattr(named, "plugin", "")
     before = logging.root.manager.disable
     logging.disable()  # main_func reads the config again, and logs the same lines
     try:
@@ -246,8 +238,10 @@ def _run_and_capture_all(command: Callable[[], Any]) -> Outcome:
     except SystemExit as stop:
         return Outcome(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
     except BaseException as error:
-        kind = "timeout" if is_timeout(error) else "consequence" if is_consequence(error) else "cause"
-        return Outcome(1, traceback.format_exc().rstrip(), kind=kind)
+        text = traceback.format_exc().rstrip()
+        if is_timeout(error):
+            return Outcome(1, text, kind="timeout")
+        return Outcome(1, text, kind="consequence" if is_consequence(error) else "cause")
 
 
 def _spawn(
@@ -274,8 +268,8 @@ def _spawn(
 
     with _environment(OMP_NUM_THREADS=threads), handling(forward):
         for local_rank in range(local_size):
-            rank = machine_rank * local_size + local_rank
-            process_options = {"world_size": num_machines * local_size, "rank": rank}
+            number = machine_rank * local_size + local_rank
+            process_options = {"world_size": num_machines * local_size, "rank": number}
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_worker,
@@ -285,7 +279,7 @@ def _spawn(
             with handling(signal.SIG_IGN, [signal.SIGINT]):
                 process.start()
             sender.close()  # the pipe then closes when the process exits
-            ranks.append(_RankProcess(rank, process, receiver))
+            ranks.append(_RankProcess(number, process, receiver))
         deadline = None
         while any(rank.outcomes is None for rank in ranks) and (deadline is None or time.monotonic() < deadline):
             waiting = [rank for rank in ranks if rank.outcomes is None]
@@ -392,7 +386,8 @@ def _worker(
 
 def _exit_with_parent() -> None:
     """Exit when the parent process has ended without forwarding a signal, e.g. because the parent was killed."""
-    multiprocessing.parent_process().join()
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(1)

@@ -8,7 +8,7 @@ import numbers
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from tabulate import tabulate
@@ -67,8 +67,7 @@ def train_seeds(
             results_of_seed[seed] = results if len(names) > 1 else {names[0]: results}
             summary = summarize_seeds(results_of_seed)
             content = {"seeds": list(results_of_seed), "requested": list(seeds), "metrics": summary}
-            text = json.dumps(content, indent=1).encode() + b"\n"
-            write_atomically(folder / FILE, lambda file, text=text: file.write(text))
+            _write(folder / FILE, content)
             logger.info("finished %d of %s, the last in %s", number, plural(len(seeds), "seed"), seed_cfg.OUTPUT_DIR)
     if comm.is_main_process():
         setup_logger(folder)  # the runs have logged to their own folders
@@ -92,9 +91,11 @@ def summarize_seeds(results: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> d
     first, summary = next(iter(results.values())), {}
     for dataset, metrics in first.items():
         for metric in metrics:
-            values = [result.get(dataset, {}).get(metric) for result in results.values()]
-            if all(_is_float(value) and math.isfinite(value) for value in values):
-                values = [float(value) for value in values]
+            found = [result.get(dataset, {}).get(metric) for result in results.values()]
+            values = [
+                float(value) for value in found if value is not None and _is_float(value) and math.isfinite(value)
+            ]
+            if len(values) == len(found):
                 summary[f"{dataset}/{metric}"] = {
                     "values": {str(seed): value for seed, value in zip(results, values, strict=True)},
                     "mean": statistics.fmean(values),
@@ -105,7 +106,11 @@ def summarize_seeds(results: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> d
     return summary
 
 
-def _is_float(value: object) -> bool:
+def _write(file: Path, content: dict[str, Any]) -> None:
+    write_atomically(file, lambda stream: stream.write(json.dumps(content, indent=1).encode() + b"\n"))
+
+
+def _is_float(value: object) -> TypeGuard[float]:
     return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)  # bool is Integral
 
 

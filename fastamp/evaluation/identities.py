@@ -147,6 +147,8 @@ class GalleryGroups:
 
     def find(self, pids: np.ndarray) -> np.ndarray:
         """Return the indices in ``self.pids`` of B identities, (B,) int64; -1 for identities not in the gallery."""
+        if not len(self.pids):  # an empty gallery
+            return np.full(len(pids), -1)
         positions = np.searchsorted(self.pids, pids).clip(max=len(self.pids) - 1)
         return np.where(self.pids[positions] == pids, positions, -1)
 
@@ -208,7 +210,7 @@ class Matches:
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Split the queries ``start:stop`` into non-empty ranges, each with a bounded number of pairs."""
         group = self.groups.find(self.query_pids[start:stop])
-        pairs = np.where(group >= 0, self.groups.counts[group], 0)
+        pairs = np.append(self.groups.counts, 0)[group]  # none for the group -1
         if self._tests_all_images:
             pairs = np.full_like(pairs, len(self.gallery_pids))
         pairs = np.cumsum(pairs)
@@ -223,7 +225,7 @@ class Matches:
         """Return the matches and junk of the queries ``start:stop``."""
         pids = self.query_pids[start:stop]
         group = np.where(pids == self.unmatched_pid, -1, self.groups.find(pids))
-        counts = np.where(group >= 0, self.groups.counts[group], 0)
+        counts = np.append(self.groups.counts, 0)[group]  # none for the group -1
         rows = np.repeat(np.arange(len(group)), counts)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         columns = self.groups.order[self.groups.starts[group[rows]] + within]

@@ -50,8 +50,9 @@ class NonLocal(nn.Module):
         self.g = nn.Conv2d(channels, 1, 1)
         self.theta = nn.Conv2d(channels, 1, 1)
         self.phi = nn.Conv2d(channels, 1, 1)
-        self.W = nn.Sequential(nn.Conv2d(1, channels, 1), build_norm(norm, channels))
-        nn.init.zeros_(self.W[1].weight)
+        last = build_norm(norm, channels)
+        self.W = nn.Sequential(nn.Conv2d(1, channels, 1), last)
+        nn.init.zeros_(last.get_parameter("weight"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map a (B, C, H, W) tensor to a tensor of the same shape and dtype."""

@@ -1,6 +1,5 @@
 """Low-rank adaptation (LoRA) of linear layers."""
 
-import functools
 import math
 from collections.abc import Iterator
 
@@ -11,6 +10,8 @@ from fastamp.amp import force_fp32
 
 ADAPTERS = ("lora_A", "lora_B")
 """Names of the parameters of an adapter, below the adapted module."""
+
+_ADAPTED_CLASSES: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
 
 
 class Adapted(nn.Module):
@@ -45,18 +46,21 @@ def add_adapter(module: nn.Module, name: str, *, rank: int, alpha: float) -> Non
         alpha: scale of the update, which is divided by ``rank``.
     """
     weight = module.get_parameter(name)
+    module.__class__ = _adapted_class(type(module), name)
+    assert isinstance(module, Adapted)
     module.lora_A = nn.Parameter(weight.new_empty(rank, weight.shape[1]))
     module.lora_B = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
     nn.init.kaiming_uniform_(module.lora_A, a=math.sqrt(5))
     module.lora_scale = alpha / rank
-    module.__class__ = _adapted_class(type(module), name)
 
 
-@functools.cache
 def _adapted_class(module_class: type[nn.Module], name: str) -> type[nn.Module]:
     """Create a subclass of ``module_class`` whose attribute ``name`` is the parameter plus the low-rank update."""
 
-    def adapted(self: nn.Module) -> torch.Tensor:
+    if (module_class, name) in _ADAPTED_CLASSES:
+        return _ADAPTED_CLASSES[module_class, name]
+
+    def adapted(self: Adapted) -> torch.Tensor:
         weight = self._parameters.get(name, self._buffers.get(name))  # a buffer in a momentum encoder
         if weight is None:
             raise AttributeError(name)
@@ -65,7 +69,8 @@ def _adapted_class(module_class: type[nn.Module], name: str) -> type[nn.Module]:
         return weight + _update(self.lora_A, self.lora_B, self.lora_scale)
 
     members = {name: property(adapted), "adapted": adapted, "__module__": module_class.__module__}
-    return type(module_class.__name__, (module_class, Adapted), members)
+    generated = type(module_class.__name__, (module_class, Adapted), members)
+    return _ADAPTED_CLASSES.setdefault((module_class, name), generated)
 
 
 @force_fp32

@@ -1,7 +1,5 @@
 """Global pooling layers, computed in float32."""
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,18 +7,7 @@ from torch import nn
 from fastamp.amp import force_fp32
 from fastamp.utils.registry import Registry
 
-
-class PoolLayer(Protocol):
-    """Pooling layer, an ``nn.Module``: (B, C, H, W) -> (B, C x width_factor, 1, 1), or (B, D) for ``Flatten``.
-
-    Attributes:
-        width_factor: number of values for each channel. Default 1.
-    """
-
-    width_factor: int = 1
-
-
-POOL_LAYER_REGISTRY = Registry("MODEL.HEADS.POOL_LAYER", contract=PoolLayer)
+POOL_LAYER_REGISTRY = Registry("MODEL.HEADS.POOL_LAYER")
 
 
 @POOL_LAYER_REGISTRY.register()
@@ -84,7 +71,7 @@ class GeneralizedMeanPooling(nn.Module):
 
     def __init__(self, p: float = 3.0, eps: float = 1e-6) -> None:
         super().__init__()
-        self.p = p
+        self.p: float | nn.Parameter = p
         self.eps = eps
 
     @force_fp32
@@ -132,7 +119,8 @@ def pooled_width(pool_layer: str, channels: int) -> int:
     """Return the number of values into which a pooling layer pools a feature map.
 
     Args:
-        pool_layer: name in ``POOL_LAYER_REGISTRY``.
+        pool_layer: name in ``POOL_LAYER_REGISTRY``. A layer with several values for each channel has an attribute
+            ``width_factor``.
         channels: channels of the feature map; for ``Flatten`` channels x height x width.
     """
-    return channels * POOL_LAYER_REGISTRY.get(pool_layer).width_factor
+    return channels * getattr(POOL_LAYER_REGISTRY.get(pool_layer), "width_factor", 1)

@@ -111,11 +111,11 @@ def _split_identities(
             clusters_of[name] = dict(zip(clusters.tolist(), counts.tolist(), strict=True))
     groups = []
     for name in sorted(clusters_of, key=lambda name: -len(clusters_of[name]))[:most]:
-        clusters = clusters_of[name]
-        count = max(1, images // len(clusters))
-        rows = [np.flatnonzero((identities == name) & (labels == cluster))[:count] for cluster in clusters]
-        note = f"in {len(clusters)} clusters: " + ", ".join(
-            f"{cluster} ({count})" for cluster, count in clusters.items()
+        counts_of = clusters_of[name]
+        count = max(1, images // len(counts_of))
+        rows = [np.flatnonzero((identities == name) & (labels == cluster))[:count] for cluster in counts_of]
+        note = f"in {len(counts_of)} clusters: " + ", ".join(
+            f"{cluster} ({count})" for cluster, count in counts_of.items()
         )
         groups.append(SheetGroup(f"Split identity {name}", note, _images(items, np.concatenate(rows)[:images])))
     return groups

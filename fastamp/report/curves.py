@@ -97,6 +97,7 @@ def score_panel(examples: RetrievalExamples, protocol: Protocol) -> Panel | None
 def pairs_note(examples: RetrievalExamples) -> str:
     """Describe the pairs that the ROC curve is computed from."""
     curve = examples.roc
+    assert curve is not None
     pairs = f"{curve.num_genuine:,} genuine and {curve.num_impostor:,} impostor pairs"
     if examples.roc_uses_all_pairs or examples.sampled == examples.queries:
         return pairs
@@ -106,12 +107,13 @@ def pairs_note(examples: RetrievalExamples) -> str:
 def _central_range(curve: RocCurve) -> tuple[float, float]:
     """Compute the range of distances that contains 99.9 % of the pairs."""
     finite = np.isfinite(curve.thresholds)
-    low = high = None
+    ends: list[float] = []
     for rates in (curve.tar, curve.far):
         first = curve.thresholds[max(0, np.searchsorted(rates, 5e-4) - 1)]
         last = curve.thresholds[finite][min(finite.sum() - 1, np.searchsorted(rates[finite], 1 - 5e-4))]
-        low, high = (first, last) if low is None else (min(low, first), max(high, last))
-    return float(low), float(high) if high > low else float(low) + 1e-6
+        ends += (float(first), float(last))
+    low, high = min(ends[::2]), max(ends[1::2])
+    return low, high if high > low else low + 1e-6
 
 
 def training_panels(history: History) -> list[Panel]:

@@ -112,8 +112,8 @@ def _draw(axes: "Axes", panel: Panel) -> None:
             marker="o" if line.dots else None, markersize=4,
         )  # fmt: skip
         if line.filled:
-            step = "post" if line.steps else None
-            axes.fill_between(line.x, y, alpha=0.2, step=step, color=handles[-1].get_color(), linewidth=0)
+            color = handles[-1].get_color()
+            axes.fill_between(line.x, y, alpha=0.2, step="post" if line.steps else None, color=color, linewidth=0)
     x_range, y_range = panel.bounds()
     axes.set(xscale="log" if panel.x_log else "linear", yscale="log" if panel.y_log else "linear")
     axes.set(xlim=x_range, ylim=y_range, ylabel=_plain(panel.y_label))

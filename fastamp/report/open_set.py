@@ -1,5 +1,6 @@
 """Section of the report on the open-set decisions of a calibrated model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,9 @@ def open_set_section(check: CalibrationCheck | None) -> dict[str, Any] | None:
         ),
         ("", "", "queries with a match called unknown", "", str(rates.fnir)),
     ]
-    tables = [("", ("decision", "threshold", "errors", "stated rate", "measured rate"), rows)]
+    tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = [
+        ("", ("decision", "threshold", "errors", "stated rate", "measured rate"), rows)
+    ]
     if check.groups:
         tables.append(("By group", GROUP_HEADERS, check.group_rows()))
     return {

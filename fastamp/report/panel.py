@@ -108,9 +108,9 @@ def ticks(low: float, high: float, *, log: bool = False) -> list[float]:
             return [10.0**power for power in range(first, last + 1, step)]
     raw = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(size * power for size in (1, 2, 2.5, 5, 10) if size * power >= raw * (1 - 1e-9))
-    begin = math.ceil(low / step - 1e-9)
-    marks = [number * step for number in range(begin, math.floor(high / step + 1e-9) + 1)]
+    size = next(size * power for size in (1, 2, 2.5, 5, 10) if size * power >= raw * (1 - 1e-9))
+    begin = math.ceil(low / size - 1e-9)
+    marks = [number * size for number in range(begin, math.floor(high / size + 1e-9) + 1)]
     return [mark for mark in marks if mark > 0] if log else marks
 
 

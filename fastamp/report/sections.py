@@ -29,7 +29,7 @@ _MAX_TILES = 6
 def results(test_set: EvaluatedSet, count: int, cfg: CfgNode) -> dict[str, Any]:
     """Prepare the values for the section of one test set; ``count`` is the number of test sets in the report."""
     metrics, result = test_set.metrics, test_set.result
-    section = {
+    section: dict[str, Any] = {
         "name": test_set.name,
         "verdict": verdict(metrics, previous_run(cfg, test_set.name)),
         "tiles": _tiles(metrics),
@@ -53,7 +53,7 @@ def results(test_set: EvaluatedSet, count: int, cfg: CfgNode) -> dict[str, Any]:
 
 def _tiles(metrics: dict[str, Any]) -> list[dict[str, str]]:
     tiles = []
-    shown = [name for name in ("mAP", "Rank-1", "Rank-5", "Rank-10", "mINP") if name in metrics]
+    shown: list[str] = [name for name in ("mAP", "Rank-1", "Rank-5", "Rank-10", "mINP") if name in metrics]
     shown = shown or [name for name, value in metrics.items() if isinstance(value, float) and name != "metric"]
     for name in shown[:_MAX_TILES]:
         interval = metrics.get("intervals", {}).get(name)
@@ -83,12 +83,12 @@ def _tables(metrics: dict[str, Any]) -> list[Table]:
         tables.append(Table("True accept rates", ("at", "true accept rate"), rows))
     tables += _baseline_tables(metrics)
     if metrics.get("groups"):
-        rows = [
+        groups = [
             (name, f"{group['num_query']:,}", *(_scores_of(group) if "mAP" in group else ("", "")))
             for name, group in metrics["groups"].items()
         ]
-        rows.append(("mean over groups", "", *_scores_of(metrics["mean_over_groups"])))
-        tables.append(Table("Groups of queries", ("group", "queries", "mAP %", "Rank-1 %"), rows))
+        groups.append(("mean over groups", "", *_scores_of(metrics["mean_over_groups"])))
+        tables.append(Table("Groups of queries", ("group", "queries", "mAP %", "Rank-1 %"), groups))
     return tables
 
 

@@ -60,7 +60,7 @@ def verdict(metrics: dict[str, Any], previous: PreviousRun | None) -> Verdict | 
     sentences, kind, headline = [f"{text}."], "open", "Not compared with baselines"
     baselines = {name: scores["mAP"] for name, scores in metrics.get("baselines", {}).items() if "mAP" in scores}
     if baselines:
-        name = max(baselines, key=baselines.get)
+        name = max(baselines, key=lambda name: baselines[name])
         best = baselines[name]
         difference = f"{abs(value - best):.1f} points {'above' if value > best else 'below'}"
         if value <= best:

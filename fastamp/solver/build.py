@@ -63,7 +63,7 @@ def parameter_groups(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
     """
     solver = cfg.SOLVER
     layers_after = _layers_after(cfg, model) if solver.LAYER_DECAY != 1 else {}
-    elsewhere = {id(p) for _, module in _with_own_optimizer(model) for p in module.parameters()}
+    elsewhere = {id(p) for module in model.modules() if isinstance(module, OptimizerOwner) for p in module.parameters()}
     base_lr = solver.BASE_LR * learning_rate_factor(cfg)
     factors = _learning_rate_factors(solver.LR_FACTORS, [name for name, _ in model.named_parameters()])
     groups: dict[str, dict[str, Any]] = {}
@@ -236,7 +236,9 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     accepted = inspect.signature(optimizer_class).parameters
     _check_options(name, dict(cfg.SOLVER.OPT_ARGS), accepted)
     # Fused SGD fails if some parameters of a group have a momentum buffer and others, frozen until now, do not.
-    implementations = [{"foreach": True}, {}] if name == "SGD" else [{"fused": True}, {"foreach": True}, {}]
+    implementations: list[dict[str, Any]] = (
+        [{"foreach": True}, {}] if name == "SGD" else [{"fused": True}, {"foreach": True}, {}]
+    )
     for fast in implementations:
         if any(key not in accepted for key in fast) or (
             fast and options.keys() & {"fused", "foreach", "differentiable"}
@@ -254,7 +256,8 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     if all(p.device.type == "cpu" for group in groups for p in group["params"]):
         # Since PyTorch 2.13, optimizers such as Adam examine the current CUDA stream at each step, which initializes
         # CUDA and takes memory of the GPU even if all parameters are on the CPU.
-        optimizer._accelerator_graph_capture_health_check = _no_graph_capture
+        untyped: Any = optimizer
+        untyped._accelerator_graph_capture_health_check = _no_graph_capture
     if solver.LR_SCALING != "none":
         logger.info(
             "scaled the learning rate from %g for %d images per step (SOLVER.BASE_LR, SOLVER.REFERENCE_BATCH) to %g "
@@ -285,16 +288,16 @@ def build_own_optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
     Returns:
         ``"<module name>.optimizer"`` -> optimizer of this module.
     """
-    return {f"{name}.optimizer": module.build_optimizer() for name, module in _with_own_optimizer(model)}
+    return {
+        f"{name}.optimizer": module.build_optimizer()
+        for name, module in model.named_modules()
+        if isinstance(module, OptimizerOwner)
+    }
 
 
 def build_optimizers(cfg: CfgNode, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
     """Build all optimizers of a model: the main one, named ``"optimizer"``, and those of ``build_own_optimizers``."""
     return {"optimizer": build_optimizer(cfg, model)} | build_own_optimizers(model)
-
-
-def _with_own_optimizer(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, OptimizerOwner)]
 
 
 def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, inspect.Parameter]) -> None:

@@ -4,11 +4,13 @@ import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from fastamp.config import CfgNode
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
+
+SCHEDULE_REGISTRY = Registry("SOLVER.SCHED")
 
 
 class LearningRateSchedule(Protocol):
@@ -22,16 +24,6 @@ class LearningRateSchedule(Protocol):
             epoch: current epoch, from 0.
             steps_taken: optimizer steps taken so far; skipped steps are not counted.
         """
-
-
-@runtime_checkable
-class WarmupSchedule(Protocol):
-    """Schedule with a warm-up of ``warmup_iters`` iterations."""
-
-    warmup_iters: int
-
-
-SCHEDULE_REGISTRY = Registry("SOLVER.SCHED")
 
 
 def learning_rate_factor(cfg: CfgNode) -> float:
@@ -125,7 +117,8 @@ class EpochSchedule:
 
     def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
         """Compute the learning rate of the next step; see ``LearningRateSchedule``."""
-        passed, warmed, length = epoch, steps_taken, self.warmup_iters
+        passed: float = epoch
+        warmed, length = steps_taken, self.warmup_iters
         if self.update == "iteration":
             passed = steps_taken / self.iters_per_epoch
         elif self.update == "epoch":

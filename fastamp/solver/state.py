@@ -1,6 +1,7 @@
 """Optimizer state in checkpoints. A resumed run restores the state, but takes the options from the config."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -127,9 +128,12 @@ class OptimizerState:
         """
         group_ids = [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
         names = self._names_by_group()
+        layout: Sequence[Sequence[object]]
+        keys: Sequence[Sequence[object]]
         if names and all("param_names" in group for group in saved):
-            layout, keys = [group["param_names"] for group in saved], names
-            differ = {name for group in names for name in group} ^ {name for group in layout for name in group}
+            saved_names = [group["param_names"] for group in saved]
+            layout, keys = saved_names, names
+            differ = {name for group in names for name in group} ^ {name for group in saved_names for name in group}
             if differ:
                 raise ValueError(
                     f"{plural(len(differ), 'parameter is', 'parameters are')} missing from the checkpoint or the "

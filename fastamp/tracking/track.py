@@ -32,9 +32,9 @@ Embed = Callable[[list[Frame]], NDArray[np.float32]]
 class Model(Protocol):
     """Model with the method ``features`` of ``fastamp.Predictor``."""
 
-    def features(self, images: Any, **options: Any) -> Any:
-        """Return the features (N, D) of images."""
-        ...
+    @property
+    def features(self) -> Callable[..., Any]:
+        """Function: images -> features (N, D)."""
 
 
 def embedder(model: Model, **options: Any) -> Embed:

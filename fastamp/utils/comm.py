@@ -85,7 +85,7 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     return _all_reduce(tensor, dist.ReduceOp.SUM) if is_distributed() else tensor
 
 
-def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
+def _all_reduce(tensor: torch.Tensor, operation: "dist.ReduceOp.RedOpType") -> torch.Tensor:
     reduced = tensor.clone()
     dist.all_reduce(reduced, op=operation)
     return reduced

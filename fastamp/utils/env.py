@@ -108,7 +108,8 @@ class RandomState:
 
 def random_state() -> dict[str, Any]:
     """Return the states of the global random number generators of Python, NumPy and PyTorch (CPU and device)."""
-    name, keys, *rest = np.random.get_state()
+    legacy: Any = np.random.get_state(legacy=True)
+    name, keys, *rest = legacy
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), *(float(x) for x in rest)),

@@ -36,7 +36,7 @@ class MetricStore:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
             self._counts[name] = self._counts.get(name, 0) + 1
 
-    def latest(self, **values: float | int | None) -> None:
+    def latest(self, **values: float | str | None) -> None:
         """Store the most recent values of metrics; ``flush`` returns only the last value of each."""
         self._latest |= values
 

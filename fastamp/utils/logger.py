@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from fastamp.utils import comm
 from fastamp.utils.errors import writing
@@ -48,6 +48,7 @@ class _LogFile(logging.FileHandler):
     def move_earlier_lines(self, folder: Path) -> None:
         """Move the lines of earlier runs to a file of the same name in ``folder``."""
         path = Path(self.baseFilename)
+        assert self.lock
         with self.lock:
             if not self.start or not path.is_file():
                 return
@@ -57,6 +58,7 @@ class _LogFile(logging.FileHandler):
                 file.seek(self.start)
                 earlier = file.read()
                 file.truncate(self.start)
+            assert self.stream
             self.stream.close()
             self.stream = self._open()
             self.stream.write(earlier.decode(errors="replace"))
@@ -92,7 +94,7 @@ class _AutomaticHandler(ConsoleHandler):
     def stream(self) -> TextIO:
         return sys.stdout if in_notebook() else sys.stderr
 
-    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+    def filter(self, record: logging.LogRecord) -> Any:
         return False if _is_configured() else super().filter(record)
 
 

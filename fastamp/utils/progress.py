@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from fastamp.utils import comm
 from fastamp.utils.color import color_level
@@ -103,7 +103,7 @@ class ConsoleHandler(logging.StreamHandler):
     Records with the attribute ``file_only``, set by ``logger.info(..., extra={"file_only": True})``, are not printed.
     """
 
-    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+    def filter(self, record: logging.LogRecord) -> Any:
         return False if vars(record).get("file_only", False) else super().filter(record)
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -4,7 +4,7 @@ The column ``platform`` is ``aerial`` (camera 0, a drone) or ``ground`` (camera 
 The column ``altitude`` is the height of the drone's flight: 0 (low), 1 or 2 (high).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -53,7 +53,7 @@ class AGReID(FilenameDataset):
     tree = "{bounding_box_train,query_all_c0,query_all_c3,bounding_box_test_all_c0,bounding_box_test_all_c3}/*.jpg"
     train_folders = ("bounding_box_train",)
     query_folders, gallery_folders = ("query_all_c0",), ("bounding_box_test_all_c3",)
-    layout = (r"^P(?P<person>\d+)T(?P<date>\d+)A(?P<altitude>\d+)C(?P<camera>\d+)F",)
+    layout: ClassVar[Sequence[str]] = (r"^P(?P<person>\d+)T(?P<date>\d+)A(?P<altitude>\d+)C(?P<camera>\d+)F",)
     identity_format = "{person}{date}{altitude}"
     first_camera = 0
     example = "P0006T02140A0C0F1831.jpg (person 6, date 02140, altitude 0, camera 0)"
@@ -69,14 +69,16 @@ class AGReID(FilenameDataset):
         if merge_altitudes:
             self.identity_format = "{person}{date}"
             # A published number of identities counts each altitude.
-            self.published_counts = {split: (images, 0) for split, (images, _) in self.published_counts.items()}
+            vars(self)["published_counts"] = {
+                split: (images, 0) for split, (images, _) in self.published_counts.items()
+            }
 
     @classmethod
     def from_config(cls, cfg: CfgNode, root: str) -> "AGReID":
         """Build the dataset from the config section ``DATASETS.AGREID``."""
         return cls(root=root, merge_altitudes=cfg.DATASETS.AGREID.MERGE_ALTITUDES)
 
-    def find_columns(self, fields: Mapping[str, str]) -> dict[str, int | str]:
+    def find_columns(self, fields: Mapping[str, str]) -> dict[str, int | str | None]:
         """Return the platform and the altitude."""
         return {
             "platform": "aerial" if int(fields["camera"]) == 0 else "ground",

@@ -84,7 +84,7 @@ class PRCC(ClothesDataset):
         "gallery": (3384, 71),
     }
 
-    def find_columns(self, fields: Mapping[str, str]) -> dict[str, int | str]:
+    def find_columns(self, fields: Mapping[str, str]) -> dict[str, int | str | None]:
         """Return the clothes: ``<pid>_AB`` for cameras A and B, ``<pid>_C`` for camera C."""
         return {"clothes": f"{fields['pid']}_{'C' if fields['camera'] == 'C' else 'AB'}"}
 

@@ -197,7 +197,7 @@ def _read_lines(
     """Read the lines below the header; see ``read_table``."""
     box = box_columns(names)
     column_of = {name: names.index(name) for name in (*COLUMNS[: -len(_BOX)], *box) if name in names}
-    path_column, camid_column, split_column = (column_of.get(name) for name in ("path", "camid", "split"))
+    path_column, camid_column, split_column = column_of["path"], column_of.get("camid"), column_of.get("split")
     pid_columns = [names.index(name) for name in identity]
     required = {*identity, *column_of} - ({"pid"} - set(identity))
     used = operator.itemgetter(*map(names.index, required))  # at least path and an identity
@@ -242,9 +242,8 @@ def _read_lines(
                 values += [""] * (len(names) - len(values))
             split = 0
             if split_column is not None:
-                split = SPLIT_NUMBERS.get(values[split_column])
-                if split is None:
-                    split = _parse_split(values[split_column])
+                known_split = SPLIT_NUMBERS.get(values[split_column])
+                split = _parse_split(values[split_column]) if known_split is None else known_split
             if is_unknown_identity(name := values[pid_columns[0]]):
                 if not unlabeled or split:
                     excluded[name] += 1

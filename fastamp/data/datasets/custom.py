@@ -151,9 +151,8 @@ class CsvDataset(ImageDataset):
             if not self.has_cameras:
                 # Each image has its own camera number, so that no gallery image is excluded.
                 named = self._cameras
-                self._cameras = {
-                    line: named.get(camid, "") for line, camid in zip(table.lines.tolist(), camids, strict=True)
-                }
+                lines = enumerate(table.lines.tolist())
+                self._cameras = {line: named.get(camids[row], "") for row, line in lines}
                 camids = Column(table.lines)
         names, codes = table.pids.values, table.pids.codes
         test_ids = number_names({names[code] for code in np.unique(codes[split_of > 0]).tolist()}, start=1)
@@ -192,7 +191,7 @@ class CsvDataset(ImageDataset):
     def origin(self, path: str) -> str:
         """Return the CSV file and the number of the first line that lists the image at ``path``; "" if none does."""
         for split in self._lines:
-            index = self.split(split).find(path)
+            index = getattr(self, split).find(path)
             if index is not None:
                 return f"{self.file}, line {self.line(split, index)}"
         return ""
@@ -334,7 +333,7 @@ class FolderDataset(ImageDataset):
                 "%s: DATASETS.FOLDER.CAMERA is empty; gallery images from the query's camera are not excluded", path
             )
         if test_fraction == 0:
-            splits = (items, [], [])
+            splits: tuple[Any, Any, Any] = (items, [], [])
         elif test_fraction == 1:
             splits = ([], *query_and_gallery(items))
         else:
@@ -527,10 +526,10 @@ def _add_images(prefix: str, paths: list[str], heic: list[str]) -> None:
     """Append the paths of the image files in the folder ``prefix``, which ends with a slash or is empty."""
     try:
         with os.scandir(prefix or ".") as entries:
-            entries = sorted(entries, key=lambda entry: entry.name)
+            ordered = sorted(entries, key=lambda entry: entry.name)
     except PermissionError:
         return
-    for entry in entries:
+    for entry in ordered:
         if entry.name[0] in ".@":
             continue
         if entry.is_dir(follow_symlinks=False):
@@ -596,5 +595,5 @@ def _compile_camera_pattern(camera: str) -> re.Pattern[str] | None:
     return pattern
 
 
-PATH_DATASETS = {"csv": CsvDataset, "folder": FolderDataset}
+PATH_DATASETS: dict[str, type[CsvDataset] | type[FolderDataset]] = {"csv": CsvDataset, "folder": FolderDataset}
 """Prefix of a name in DATASETS.NAMES -> dataset class for the path after the colon."""

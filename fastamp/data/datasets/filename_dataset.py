@@ -19,7 +19,7 @@ from fastamp.utils.plural import plural
 logger = logging.getLogger(__name__)
 
 
-_Found = tuple[Path, int | str, int | str, dict[str, int | str] | None]
+_Found = tuple[Path, int | str, int | str, dict[str, int | str | None] | None]
 
 
 class FilenameDataset(ImageDataset):
@@ -63,12 +63,12 @@ class FilenameDataset(ImageDataset):
     folder: ClassVar[str] = ""
     tree: ClassVar[str] = ""
     train_folders: ClassVar[Sequence[str]] = ("",)
-    query_folders: ClassVar[Sequence[str]] = ()
+    query_folders: Sequence[str] = ()
     gallery_folders: ClassVar[Sequence[str]] = ()
     needed: ClassVar[Sequence[str]] = ()
     layout: ClassVar[Sequence[str]] = ()
     test_layout: ClassVar[Sequence[str]] = ()
-    identity_format: ClassVar[str] = ""
+    identity_format: str = ""
     column_formats: ClassVar[Mapping[str, str]] = {}
     query_cameras: ClassVar[Collection[int | str]] = ()
     gallery_cameras: ClassVar[Collection[int | str]] = ()
@@ -131,7 +131,7 @@ class FilenameDataset(ImageDataset):
         return columns or None
 
     def _camera_number(self, camera: int | str) -> int:
-        return self._camera_numbers[camera] if self.first_camera is None else camera - self.first_camera
+        return self._camera_numbers[camera] if self.first_camera is None else int(camera) - self.first_camera
 
     @cached_property
     def _camera_numbers(self) -> dict[int | str, int]:
@@ -161,7 +161,7 @@ class FilenameDataset(ImageDataset):
             if cameras and camera not in cameras:
                 num_other_cameras += 1
                 continue
-            if self.first_camera is not None and camera < self.first_camera:
+            if self.first_camera is not None and int(camera) < self.first_camera:
                 raise DataError(
                     f"{name}: expected camera numbers >= {self.first_camera}, got camera {camera} for "
                     f"{file.absolute()}.\n"

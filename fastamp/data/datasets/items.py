@@ -83,7 +83,7 @@ class PackedText(Sequence[str]):
 
     def encoded(self, rows: np.ndarray) -> Iterator[bytes]:
         """Yield the strings in the given rows as bytes, in the encoding of ``encode``."""
-        data = memoryview(self._data)
+        data = self._data.data
         spans = zip(self._starts[rows].tolist(), self._ends[rows].tolist(), strict=True)
         return (data[start:end].tobytes() for start, end in spans)
 
@@ -243,21 +243,21 @@ class PackedItems(Sequence[ImageItem]):
         """Pack tuples (path, pid, camid[, viewid[, box[, columns]]]); return ``items`` itself if already packed."""
         if isinstance(items, PackedItems):
             return items
-        items = [ImageItem(*item) for item in items]
+        unpacked = [ImageItem(*item) for item in items]
         paths = PathBuilder()
-        for item in items:
+        for item in unpacked:
             paths.append(*split_path(os.fsdecode(item.path)))
         boxes = None
-        if any(item.box is not None for item in items):
-            given = [(_NO_BOX,) * 4 if item.box is None else [round(edge) for edge in item.box] for item in items]
+        if any(item.box is not None for item in unpacked):
+            given = [(_NO_BOX,) * 4 if item.box is None else [round(edge) for edge in item.box] for item in unpacked]
             boxes = np.array(given, dtype=np.int64)
-        names = dict.fromkeys(name for item in items for name in item.columns or ())
-        columns = {name: Column.pack((item.columns or {}).get(name) for item in items) for name in names}
+        names = dict.fromkeys(name for item in unpacked for name in item.columns or ())
+        columns = {name: Column.pack((item.columns or {}).get(name) for item in unpacked) for name in names}
         return cls(
             *paths.build(),
-            pids=Column.pack(item.pid for item in items),
-            camids=Column.pack(item.camid for item in items),
-            viewids=np.array([item.viewid for item in items], dtype=np.int64),
+            pids=Column.pack(item.pid for item in unpacked),
+            camids=Column.pack(item.camid for item in unpacked),
+            viewids=np.array([item.viewid for item in unpacked], dtype=np.int64),
             boxes=boxes,
             columns=columns,
         )
@@ -279,8 +279,6 @@ class PackedItems(Sequence[ImageItem]):
         if not isinstance(other, Sequence) or len(self) != len(other):
             return False
         return all(one == another for one, another in zip(self, other, strict=True))
-
-    __hash__ = None
 
     def __add__(self, other: Iterable[tuple]) -> "PackedItems":
         return PackedItems.concat([self, PackedItems.of(other)])

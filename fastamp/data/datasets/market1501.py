@@ -63,7 +63,7 @@ class Market1501(MarketStyleDataset):
     def _load(self, split: str) -> list[ImageItem]:
         items = super()._load(split)
         if split == "gallery" and self._distractors:
-            camera = 1 + max(item.camid for item in [*self.query, *items])
+            camera = 1 + max(int(item.camid) for item in [*self.query, *items])
             files = list_files(type(self).__name__, self._distractors, self.suffix)
             logger.info(
                 "%s: added %d distractors from %s to the gallery", type(self).__name__, len(files), self._distractors

@@ -72,7 +72,7 @@ class VehicleID(ImageDataset):
         """Test images as ``(query, gallery)``. The gallery contains one random image of each identity."""
         # RandomState gives the same numbers in every NumPy version.
         generator = np.random.RandomState(self._seed)
-        images: dict[int, list[ImageItem]] = defaultdict(list)
+        images: dict[int | str, list[ImageItem]] = defaultdict(list)
         for item in self._read(self._test_list):
             images[item.pid].append(item)
         query: list[ImageItem] = []

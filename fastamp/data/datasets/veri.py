@@ -92,7 +92,7 @@ class VeRi(FilenameDataset):
     @cached_property
     def _views(self) -> dict[str, int]:
         """File name -> view number, read from both keypoint files."""
-        views = {}
+        views: dict[str, int] = {}
         for file in (self.dataset_dir / name for name in VIEW_LISTS):
             for line in read_lines("VeRi", file):
                 match = _VIEW.fullmatch(line)

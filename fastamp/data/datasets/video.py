@@ -151,7 +151,7 @@ class MARS(TrackletDataset):
         part, info = "train" if split == "train" else "test", self.dataset_dir / "info"
         file, names = info / f"tracks_{part}_info.mat", read_lines("MARS", info / f"{part}_name.txt")
         tracks = self._read_mat(file, f"track_{part}_info")
-        selected = range(len(tracks))
+        selected: Sequence[int] = range(len(tracks))
         if part == "test":
             queries = (self._read_mat(info / "query_IDX.mat", "query_IDX").reshape(-1) - 1).tolist()
             if not all(0 <= number < len(tracks) for number in queries):

@@ -77,4 +77,4 @@ class VIPeR(FilenameDataset):
         if split == "train":
             return self._add_name_prefix(item for item in [*query, *gallery] if item.pid in trained)
         tested = query if split == "query" else gallery
-        return [item._replace(pid=item.pid + 1) for item in tested if item.pid not in trained]
+        return [item._replace(pid=int(item.pid) + 1) for item in tested if item.pid not in trained]

@@ -73,7 +73,7 @@ class SYSUMM01(ImageDataset):
         tree = f"{self.folder}/cam{{1,2,3,4,5,6}}/{{pid}}/*.jpg\n{self.folder}/exp/{{train,val,test}}_id.txt"
         check_tree("SYSUMM01", root, needed, tree, self.folder)
         super().__init__(
-            lambda: self._add_name_prefix(self._read(lists[:2], self.cameras.values())),
+            lambda: self._add_name_prefix(self._read(lists[:2], [*self.cameras.values()])),
             lambda: self._read(lists[2:], [INFRARED]),
             lambda: self._read(lists[2:], [VISIBLE]),
         )
@@ -302,7 +302,8 @@ def _read_list(name: str, file: Path, folder: Path) -> list[tuple[str, int]]:
     Raises:
         DataError: if a line is invalid, the labels contradict the folders, or the first image does not exist.
     """
-    entries, label_of = [], {}
+    entries = []
+    label_of: dict[int, int] = {}
     for path, label in read_pairs(name, file):
         pid = Path(path).parent.name
         if not pid.isdecimal():

@@ -67,10 +67,11 @@ def upload(parameters: Sequence[Parameters], device: torch.device) -> list[Param
         packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for tensor, start in zip(tensors, starts, strict=False)
     )
-    uploaded = []
+    uploaded: list[Parameters] = []
     for parameter in parameters:
-        uploaded.append(_Uploaded(parameter))
-        uploaded[-1].copies = {name: next(copies) for name in parameter}
+        both = _Uploaded(parameter)
+        both.copies = {name: next(copies) for name in parameter}
+        uploaded.append(both)
     return uploaded
 
 

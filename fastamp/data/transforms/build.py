@@ -69,7 +69,7 @@ class Transforms(NamedTuple):
 
     def read_original(self, path: str, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
         """Read an image as ``read`` does, but do not resize it."""
-        limits = {"max_pixels": self.max_pixels, "least_side": self.resize.least_side}
+        limits: dict[str, Any] = {"max_pixels": self.max_pixels, "least_side": self.resize.least_side}
         return read_image(path, self.channels, box=box, bit_depth=self.bit_depth, **limits)
 
     def __call__(self, image: Any) -> Tensor:
@@ -91,7 +91,7 @@ class Transforms(NamedTuple):
         batch = self.resize(image)[None]
         epoch, position = torch.randint(2**31, (2,)).tolist()
         for augment in (self.augment_each, self.augment):
-            batch = augment.apply(batch, augment.draw([epoch], [position], tuple(batch.shape[-2:])))
+            batch = augment.apply(batch, augment.draw([epoch], [position], (batch.shape[-2], batch.shape[-1])))
         return batch[0].float()
 
     def stack(self, images: Sequence[Tensor]) -> Tensor:

@@ -1,5 +1,8 @@
 """Color transforms: color jitter, grayscale and Gaussian blur."""
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -84,9 +87,9 @@ class ColorJitter(BatchTransform):
         copies = on_device(parameters, images.device)
         jittered = images.clone()
         colors = jittered[:, :3]
-        operations = (_adjust_brightness, _adjust_contrast)
+        operations: list[Callable[[Tensor, Tensor], Tensor]] = [_adjust_brightness, _adjust_contrast]
         if colors.shape[1] == 3:
-            operations += (_adjust_saturation, _adjust_hue)
+            operations += [_adjust_saturation, _adjust_hue]
         # In each step, the images sorted by operation, and the number of images of each operation.
         ranked = _operations(copies).argsort(dim=0, stable=True)
         order = _operations(parameters)
@@ -193,13 +196,19 @@ class GaussianBlur(BatchTransform):
         for part in chosen.split(_CACHED_IMAGES if images.device.type == "cpu" else len(images)):
             kernel = copies["kernel"][part]
             values = torch.nn.functional.pad(images[part].float(), [margin] * 4, mode="reflect")
-            values = sum(
-                kernel[:, tap].view(-1, 1, 1, 1) * values[..., tap : tap + images.shape[-1]]
-                for tap in range(self.kernel_size)
+            values = functools.reduce(
+                torch.add,
+                (
+                    kernel[:, tap].view(-1, 1, 1, 1) * values[..., tap : tap + images.shape[-1]]
+                    for tap in range(self.kernel_size)
+                ),
             )
-            values = sum(
-                kernel[:, tap].view(-1, 1, 1, 1) * values[..., tap : tap + images.shape[-2], :]
-                for tap in range(self.kernel_size)
+            values = functools.reduce(
+                torch.add,
+                (
+                    kernel[:, tap].view(-1, 1, 1, 1) * values[..., tap : tap + images.shape[-2], :]
+                    for tap in range(self.kernel_size)
+                ),
             )
             blurred[part] = values.round_().to(torch.uint8)
         return blurred

@@ -180,7 +180,7 @@ class PadAndRandomCrop(BatchTransform):
             (B, C, H, W) uint8.
         """
         batch, channels = images.shape[:2]
-        height, width = self.output_size(tuple(images.shape[-2:]))
+        height, width = self.output_size((images.shape[-2], images.shape[-1]))
         padded = self._pad(images)
         padded_height, padded_width = padded.shape[-2:]
         device = images.device
@@ -258,7 +258,9 @@ class RandomResizedCrop(BatchTransform):
                     f"INPUT.CROP.{name} must be (minimum, maximum), but its first value is larger: {crop[name]}.\n"
                     "  fix: swap the two values"
                 )
-        return cls(size=crop_size(cfg), scale=crop.SCALE, ratio=crop.RATIO, interpolation=cfg.INPUT.INTERPOLATION)
+        size = crop_size(cfg)
+        assert size is not None  # the transform is enabled
+        return cls(size=size, scale=crop.SCALE, ratio=crop.RATIO, interpolation=cfg.INPUT.INTERPOLATION)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Compute ``top``, ``left``, ``height`` and ``width`` of each crop in pixels: (B,) int64."""

@@ -74,7 +74,7 @@ class TorchvisionTransform(BatchTransform):
     draws = 3
 
     def __init__(self, *, transform: Callable[[Tensor], Tensor], prob: float) -> None:
-        self.transform = transform
+        self.transform: Any = transform  # subclasses call further methods of it
         self.prob = prob
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
@@ -97,19 +97,23 @@ class TorchvisionTransform(BatchTransform):
         return changed
 
 
-class _RecordedOperations:
+_Mixin: Any = object  # before a class of torchvision
+
+
+class _RecordedOperations(_Mixin):
     """Mixin with which a torchvision transform draws the random operations for an image without applying them."""
 
-    recorded: list[tuple[str, float]] | None = None
+    recorded: list[tuple[str, float]]
+    recording = False
 
     def draw(self, size: tuple[int, int]) -> list[tuple[str, float]]:
         """Draw the operations for an image of ``size`` (height, width); return their names and magnitudes, in order."""
-        self.recorded = recorded = []
+        self.recorded, self.recording = [], True
         try:
             self(torch.zeros((), dtype=torch.uint8).expand(1, *size))
         finally:
-            self.recorded = None
-        return recorded
+            self.recording = False
+        return self.recorded
 
     def operate(self, image: Tensor, name: str, magnitude: float) -> Tensor:
         """Apply the operation ``name`` to an image."""
@@ -118,9 +122,10 @@ class _RecordedOperations:
     def _apply_image_or_video_transform(
         self, image: Tensor, transform_id: str, magnitude: float, **options: Any
     ) -> Tensor:
-        if self.recorded is None:
-            return super()._apply_image_or_video_transform(image, transform_id, magnitude, **options)
-        return self.record(image, transform_id, magnitude)
+        if self.recording:
+            return self.record(image, transform_id, magnitude)
+        applied: Tensor = super()._apply_image_or_video_transform(image, transform_id, magnitude, **options)
+        return applied
 
     def record(self, image: Tensor, name: str, magnitude: float) -> Tensor:
         """Record an operation and return the input of the next operation."""

@@ -1,13 +1,16 @@
 """Monitoring of activations."""
 
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fastamp.engine.hooks.base import HookBase
 from fastamp.utils.compiled import uncompiled
+
+if TYPE_CHECKING:
+    from fastamp.engine.train_loop import SimpleTrainer
 
 
 class ActivationMonitor(HookBase):
@@ -20,6 +23,8 @@ class ActivationMonitor(HookBase):
         model: model whose leaf modules are monitored.
         period: log period in iterations.
     """
+
+    trainer: "SimpleTrainer"
 
     def __init__(self, model: nn.Module, period: int) -> None:
         self.model = model

@@ -1,10 +1,13 @@
 """Hooks for weight averages: EMA and SWA."""
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastamp.engine.hooks.base import HookBase
 from fastamp.solver import WeightAverage
+
+if TYPE_CHECKING:
+    from fastamp.engine.train_loop import SimpleTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +24,8 @@ class EMA(HookBase):
         decay: factor of the previous average in each update, 0..1.
         warmup: increase the decay from 0. Default True.
     """
+
+    trainer: "SimpleTrainer"
 
     def __init__(self, average: WeightAverage, decay: float, *, warmup: bool = True) -> None:
         self.average = average
@@ -62,6 +67,8 @@ class SWA(HookBase):
         period: update period in epochs, counted from ``start``. The average is also updated after the last epoch.
         initial_weight: fraction of the weights at the start of training in the final average, 0..1. Default 0.
     """
+
+    trainer: "SimpleTrainer"
 
     def __init__(self, average: WeightAverage, *, start: int, period: int, initial_weight: float = 0.0) -> None:
         self.average = average

@@ -62,9 +62,9 @@ def build_training_hooks(
         hooks.append(FreezeLayers(model, cfg.MODEL.FREEZE_LAYERS, freezing))
     if cfg.SOLVER.FREEZE_FC_ITERS:
         hooks.append(FreezeClassifier(model, cfg.SOLVER.FREEZE_FC_ITERS))
-    if cfg.SOLVER.EMA.ENABLED:
+    if average and cfg.SOLVER.EMA.ENABLED:
         hooks.append(EMA(average, cfg.SOLVER.EMA.DECAY, warmup=cfg.SOLVER.EMA.WARMUP))
-    if cfg.SOLVER.SWA.ENABLED:
+    if average and cfg.SOLVER.SWA.ENABLED:
         swa = cfg.SOLVER.SWA
         hooks.append(SWA(average, start=swa_start(cfg), period=swa.PERIOD, initial_weight=swa.INITIAL_WEIGHT))
     if cfg.LOG_ACTIVATION_STATS:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -10,6 +11,9 @@ from fastamp.contracts import ClassDependent
 from fastamp.engine.hooks.base import HookBase
 from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.plural import plural
+
+if TYPE_CHECKING:
+    from fastamp.engine.train_loop import SimpleTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,8 @@ class FreezeLayers(HookBase):
     Raises:
         ConfigError: if a module is not found.
     """
+
+    trainer: "SimpleTrainer"
 
     def __init__(self, model: nn.Module, names: Sequence[str], iterations: int) -> None:
         modules = dict(model.named_modules())
@@ -86,7 +92,7 @@ class FreezeClassifier(HookBase):
 
     def __init__(self, model: nn.Module, iterations: int) -> None:
         self._parameters = [
-            module.get_parameter(parameter)
+            model.get_parameter(f"{name}.{parameter}".removeprefix("."))
             for name, module in model.named_modules()
             # Losses may have weights per class as well, e.g. centers.
             if isinstance(module, ClassDependent) and not name.startswith("losses")

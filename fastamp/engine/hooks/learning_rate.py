@@ -1,7 +1,12 @@
 """Learning rate schedule."""
 
+from typing import TYPE_CHECKING
+
 from fastamp.engine.hooks.base import HookBase
 from fastamp.solver import LearningRateSchedule
+
+if TYPE_CHECKING:
+    from fastamp.engine.train_loop import SimpleTrainer
 
 
 class LRScheduler(HookBase):
@@ -12,6 +17,8 @@ class LRScheduler(HookBase):
     Args:
         schedule: computes the learning rate from the base learning rate, the epoch, and the number of applied steps.
     """
+
+    trainer: "SimpleTrainer"
 
     def __init__(self, schedule: LearningRateSchedule) -> None:
         self.schedule = schedule

@@ -3,7 +3,7 @@
 import logging
 import time
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from fastamp.engine.hooks.base import HookBase, Priority
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
 
+if TYPE_CHECKING:
+    from fastamp.engine.train_loop import SimpleTrainer
+
 logger = logging.getLogger(__name__)
 
 
@@ -25,6 +28,7 @@ class PrecisionHook(HookBase):
     at most once per run, or raises ``PrecisionFailure``.
     """
 
+    trainer: "SimpleTrainer"
     priority = Priority.VERY_HIGH
 
     def before_epoch(self) -> None:
@@ -55,6 +59,7 @@ class PreflightHook(HookBase):
     Its priority is VERY_LOW because other hooks may modify the batch before the model receives it.
     """
 
+    trainer: "SimpleTrainer"
     priority = Priority.VERY_LOW
 
     def __init__(self) -> None:
@@ -84,6 +89,7 @@ class ParallelChecks(HookBase):
     and the names of the losses are checked after each epoch.
     """
 
+    trainer: "SimpleTrainer"
     priority = Priority.VERY_HIGH
 
     def __init__(self) -> None:

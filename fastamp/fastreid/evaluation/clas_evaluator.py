@@ -38,8 +38,8 @@ class ClasEvaluator(DatasetEvaluator):
         """Compute the accuracy in percent over all ranks; return None on ranks other than 0."""
         correct = sum(int(batch.sum()) for batch in self._correct)
         total = sum(map(len, self._correct))
-        correct, total = comm.sum_over_ranks([correct, total])
+        correct_of_all, total_of_all = comm.sum_over_ranks([correct, total])
         if not comm.is_main_process():
             return None
-        accuracy = 100.0 * correct / max(1, total)
+        accuracy = 100.0 * correct_of_all / max(1, total_of_all)
         return OrderedDict({"Acc@1": accuracy, "metric": accuracy})

@@ -345,8 +345,8 @@ class ClipVisionTransformer(TokenBackbone):
 
     def layer_groups(self) -> LayerGroups:
         """List the modules of each block, in order, and the final norm and projection."""
-        last = [parameter for parameter in (self.ln_post, self.proj) if parameter is not None]
-        return [*([block] for block in self.transformer.resblocks), last]
+        blocks: LayerGroups = [[block] for block in self.transformer.resblocks]
+        return [*blocks, [member for member in (self.ln_post, self.proj) if member is not None]]
 
     def hand_over_last_block(self) -> nn.Sequential:
         """Remove and return the last block and the norm; ``forward`` then returns all tokens.

@@ -227,7 +227,8 @@ class ResNet(nn.Module, Backbone):
 
     def layer_groups(self) -> LayerGroups:
         """List the four stages, which count as blocks, with their non-local blocks; no module follows the last one."""
-        return [*([self.get_submodule(f"{part}{n}") for part in ("layer", "NL_")] for n in range(1, 5)), []]
+        stages: LayerGroups = [[self.get_submodule(f"layer{n}"), self.get_submodule(f"NL_{n}")] for n in range(1, 5)]
+        return [*stages, []]
 
     def stages(self, x: torch.Tensor) -> torch.Tensor:
         """Compute feature maps from the output (B, 64, h, w) of the stem."""

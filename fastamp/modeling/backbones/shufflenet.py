@@ -47,7 +47,7 @@ class ShuffleBlock(nn.Module):
             *_depthwise(middle, stride, norm),
             *_pointwise(middle, out_channels - main_channels, norm),
         )
-        self.branch_proj = nn.Identity()
+        self.branch_proj: nn.Module = nn.Identity()
         if not self.splits:
             self.branch_proj = nn.Sequential(
                 *_depthwise(in_channels, stride, norm), *_pointwise(in_channels, in_channels, norm)

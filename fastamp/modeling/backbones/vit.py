@@ -289,9 +289,8 @@ class VisionTransformer(TokenBackbone):
 
     def _init_weights(self) -> None:
         names = ("cls_token", "part_token", "pos_embed")
-        for name, parameter in self.named_parameters(recurse=False):
-            if name in names:
-                nn.init.trunc_normal_(parameter, std=0.02)
+        for embedding in (getattr(self, name) for name in names if hasattr(self, name)):
+            nn.init.trunc_normal_(embedding, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -317,8 +316,8 @@ class VisionTransformer(TokenBackbone):
         """
         patches, grid = self.patch_embed(x)
         learned = (self.cls_token, self.part_token) if self.prefix > 1 else (self.cls_token,)
-        learned = tuple(token.expand(x.shape[0], -1, -1) for token in learned)
-        tokens = torch.cat((*learned, patches), dim=1) + self._positions(grid)
+        expanded = (token.expand(x.shape[0], -1, -1) for token in learned)
+        tokens = torch.cat((*expanded, patches), dim=1) + self._positions(grid)
         tokens = self.pos_drop(self.add_side_information(tokens, camids, viewids))
         for block in self.blocks:
             tokens = run_block(block, tokens, checkpointing=self.checkpointing)

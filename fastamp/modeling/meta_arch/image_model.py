@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -30,9 +29,11 @@ class ImageModel(nn.Module, Model):
         pixel_mean, pixel_std: C values each, for pixels in 0..255.
     """
 
-    trunks = ("backbone",)
-    training_only = ("losses",)
+    trunks: tuple[str, ...] = ("backbone",)
+    training_only: tuple[str, ...] = ("losses",)
     supports_partial_fc = False
+    pixel_mean: torch.Tensor
+    pixel_std: torch.Tensor
 
     def __init__(
         self,
@@ -110,9 +111,7 @@ class ImageModel(nn.Module, Model):
             )
         images, channels = batch["images"], self.pixel_mean.shape[1]
         if not isinstance(images, torch.Tensor) or images.dim() != 4 or images.shape[1] != channels:
-            description = (
-                tuple(images.shape) if isinstance(images, torch.Tensor | np.ndarray) else type(images).__name__
-            )
+            description = tuple(images.shape) if hasattr(images, "shape") else type(images).__name__
             raise ValueError(
                 f"images: expected a tensor (B, {channels}, H, W) in 0..255, got {description}.\n"
                 "  fix: pass images[None] for a single image, or images.permute(0, 3, 1, 2) for images (B, H, W, C)"
@@ -147,10 +146,10 @@ class ImageModel(nn.Module, Model):
                 'the batch does not contain "camids", which a backbone with camera or view embeddings requires; '
                 'fix: add "camids", (B,) int64, starting at 0, to the batch'
             )
-        names = [name for name in ("camids", "viewids") if name in batch]
+        ids = {name: batch[name] for name in ("camids", "viewids") if name in batch}
         if isinstance(backbone, IdChecker):  # before the IDs are on a device
-            backbone.check_side_ids(**{name: batch[name] for name in names})
-        return backbone(images, **{name: batch[name].to(self.device, non_blocking=True) for name in names})
+            backbone.check_side_ids(**ids)
+        return backbone(images, **{name: value.to(self.device, non_blocking=True) for name, value in ids.items()})
 
     def targets(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the class labels of a training batch, (B,) int64, on the device of the model."""

@@ -81,6 +81,7 @@ def _load(module: str, name: str, file: str) -> Tracker:
     """Create the tracker of a class; a plugin, which has no importable module, is loaded from its file."""
     if module.startswith("fastamp_plugin_"):
         spec = importlib.util.spec_from_file_location(module, file)
+        assert spec and spec.loader, file
         sys.modules[module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[module])
     return pkgutil.resolve_name(f"{module}:{name}")()

@@ -1,6 +1,7 @@
 """ClearML."""
 
 from pathlib import Path
+from typing import Any
 
 from fastamp.utils.trackers.base import LOGGER_REGISTRY, TrackedRun, Tracker
 
@@ -18,7 +19,7 @@ class ClearML(Tracker):
         from clearml import Task
 
         previous = "" if run.run_id.startswith("offline-") else run.run_id
-        self._task = task = Task.init(
+        task: Any = Task.init(
             project_name=run.project,
             task_name=run.name,
             tags=[*run.tags, *([f"group: {run.group}"] if run.group else [])],
@@ -29,6 +30,7 @@ class ClearML(Tracker):
             auto_connect_frameworks=False,
             auto_connect_streams=False,
         )
+        self._task = task
         task.connect(run.config, name="config")
         return task.id, str(task.get_offline_mode_folder() if Task.is_offline() else task.get_output_log_web_page())
 

@@ -105,7 +105,7 @@ class TrackerProcess:
         path = [folder for folder in sys.path if isinstance(folder, str)]
         code = f"import sys; sys.path[:] = {path!r}; from fastamp.utils.trackers.child import main; main()"
         with self._log.open("ab") as log:
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -113,7 +113,10 @@ class TrackerProcess:
                 bufsize=0,
                 start_new_session=True,  # Ctrl-C in a terminal only reaches the training process
             )
-        for pipe in (self._process.stdin, self._process.stdout):
+        assert process.stdin and process.stdout
+        self._process: subprocess.Popen[bytes] | None = process
+        self._input, self._output = process.stdin, process.stdout
+        for pipe in (self._input, self._output):
             os.set_blocking(pipe.fileno(), False)
         self._send(
             {
@@ -170,15 +173,16 @@ class TrackerProcess:
         self._unsent += _line(message)
         with suppress(BlockingIOError, BrokenPipeError):
             while self._unsent:
-                self._unsent = self._unsent[os.write(self._process.stdin.fileno(), self._unsent) :]
+                self._unsent = self._unsent[os.write(self._input.fileno(), self._unsent) :]
 
     def _receive(self) -> None:
         """Handle the messages of the process so far."""
         with suppress(BlockingIOError):
-            while data := os.read(self._process.stdout.fileno(), _READ_SIZE):
+            while data := os.read(self._output.fileno(), _READ_SIZE):
                 self._handle(data)
-        if (code := self._process.poll()) is not None:
-            process, self._process = self._process, None
+        process = self._process
+        if process is not None and (code := process.poll()) is not None:
+            self._process = None
             self._handle(process.communicate()[0])
             self._warn(f"its process ended with exit code {code}")
             self._kill(process)
@@ -218,7 +222,7 @@ class TrackerProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for pipe in (process.stdin, process.stdout):
+        for pipe in (self._input, self._output):
             pipe.close()
 
 
