@@ -179,7 +179,9 @@ def unregistered():
     modules, path = set(sys.modules), list(sys.path)
     yield
     for component, names in components.items():
-        component._components.clear()
+        for name in component._components.keys() - names:
+            if not registry._is_built_in(component._components[name]):  # those stay, as their modules do
+                del component._components[name]
         component._components.update(names)
     folder = str(resource_folder("projects"))
     for name in set(sys.modules) - modules:

@@ -76,7 +76,7 @@ REGISTRIES = (
 def own_registries(monkeypatch):
     """Restore the registries after each test."""
     for registry in REGISTRIES:
-        monkeypatch.setattr(registry, "_components", dict(registry._components))
+        monkeypatch.setattr(registry, "_components", {name: registry.get(name) for name in registry})
 
 
 @pytest.fixture

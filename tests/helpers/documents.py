@@ -283,7 +283,7 @@ def _parse_script(path: Path, arguments: list[str]) -> argparse.Namespace:
     parse = argparse.ArgumentParser.parse_args
     with pytest.MonkeyPatch.context() as patch:
         for registry in [get_object for get_object in gc.get_objects() if type(get_object) is Registry]:
-            patch.setattr(registry, "_components", dict(registry._components))
+            patch.setattr(registry, "_components", {name: registry.get(name) for name in registry})
 
         def stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
             raise _Parsed(parse(self, *args, **kwargs))
