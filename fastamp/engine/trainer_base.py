@@ -60,7 +60,8 @@ class TrainerBase:
         added = list(hooks)
         for hook in added:
             hook.trainer = self
-        self._hooks = sorted(dict.fromkeys([*self._hooks, *added]), key=lambda hook: hook.priority)
+        by_id = {id(hook): hook for hook in [*self._hooks, *added]}  # a hook may be equal to another one
+        self._hooks = sorted(by_id.values(), key=lambda hook: hook.priority)
 
     def set_data(self, iters_per_epoch: int, labels_checksum: int | None = None, *, images_per_batch: int = 0) -> None:
         """Set the attributes that depend on the training set: see the class. The first two are verified on resume."""

@@ -306,21 +306,22 @@ class FeatureModel(ABC):
         """
         check_same_model(gallery.path, gallery.model, self.config_hash, self.checkpoint)
         limited = conditions or None
-        if query is None:
-            if not terms:
-                raise ConfigError(
-                    f"expected queries or terms, got {query} and {len(terms)} terms.\n  fix: pass one of them"
-                )
-            scores = np.prod([term.scores(gallery) for term in terms], axis=0)
-            rows = gallery.rows_where(limited) if limited else None
-            return search_by_scores(scores, gallery, k, metric=", ".join(term.name for term in terms), rows=rows)
-        where: Conditions | np.ndarray | None = conditions
-        if terms:
-            accepted = [term.rows(gallery) for term in terms]
-            if limited:
-                accepted.append(gallery.rows_where(limited))
-            where = functools.reduce(np.intersect1d, accepted)
-        result = search(query, gallery, k, effort=effort, exact=exact, where=where)
+        with gallery.reading():  # the rows of terms are those of the search, also if other processes change the gallery
+            if query is None:
+                if not terms:
+                    raise ConfigError(
+                        f"expected queries or terms, got {query} and {len(terms)} terms.\n  fix: pass one of them"
+                    )
+                scores = np.prod([term.scores(gallery) for term in terms], axis=0)
+                rows = gallery.rows_where(limited) if limited else None
+                return search_by_scores(scores, gallery, k, metric=", ".join(term.name for term in terms), rows=rows)
+            where: Conditions | np.ndarray | None = conditions
+            if terms:
+                accepted = [term.rows(gallery) for term in terms]
+                if limited:
+                    accepted.append(gallery.rows_where(limited))
+                where = functools.reduce(np.intersect1d, accepted)
+            result = search(query, gallery, k, effort=effort, exact=exact, where=where)
         return replace(result, decision=decide(result, self.calibration))
 
     def require_output(self, name: str) -> PredictorOutput:

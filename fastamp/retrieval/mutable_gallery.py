@@ -58,7 +58,7 @@ class MutableGallery(Gallery):
                 self.path.mkdir(exist_ok=True)
         self._store = GalleryStore(self.path, model)
         self.model = self._store.model
-        self._lock = threading.RLock()
+        self._lock, self._readers = threading.RLock(), 0
         self._tried = 0  # number of items when no candidate index had a sufficient recall
         self._row_of_number: dict[int, int] = {}
         self.index: Candidates | None = None
@@ -170,8 +170,13 @@ class MutableGallery(Gallery):
     def reading(self) -> Iterator[None]:
         """Return a context in which the gallery does not change, with the changes of other processes."""
         with self._lock:
-            self.refresh()
-            yield
+            if not self._readers:  # not again in a nested context
+                self.refresh()
+            self._readers += 1
+            try:
+                yield
+            finally:
+                self._readers -= 1
 
     @property
     def vectors(self) -> Vectors:

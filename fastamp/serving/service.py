@@ -225,9 +225,10 @@ class Service:
         features, _ = await self.features(uploads)
 
         def find(gallery: MutableGallery) -> tuple[SearchResult, list[list[Item]], float | None]:
-            found = search(features, gallery, k, where=conditions)
-            items = [[gallery.items[row] for row in rows] for rows in found.rows.tolist()]
-            return found, items, None if conditions else gallery.recall
+            with gallery.reading():  # another process may change the rows, and the background task read them
+                found = search(features, gallery, k, where=conditions)
+                items = [[gallery.items[row] for row in rows] for rows in found.rows.tolist()]
+                return found, items, None if conditions else gallery.recall
 
         result, items, recall = await self.in_gallery(find)
         decided, queries = decide(result, self.model.calibration), []

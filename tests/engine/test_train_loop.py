@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from dataclasses import dataclass
 
 import pytest
 import tiny
@@ -86,6 +87,21 @@ def test_loader_restarts_after_prepare_epoch_has_changed_the_data(start):
     trainer.train(start, 3, 3)
     assert seen == [(min(number // 3, 1), number) for number in range(start, 9)]
     assert trainer.data_loader.starts == ([0, 3] if start == 0 else [4])
+
+
+def test_hooks_that_are_equal_are_registered_both_and_each_once():
+    @dataclass
+    class Counting(HookBase):
+        count: int = 0
+
+        def before_train(self):
+            self.count += 1
+
+    hooks, trainer = [Counting(), Counting()], TrainerBase()
+    for _ in range(2):
+        trainer.register_hooks(hooks)
+    trainer.train(0, 0, 1)
+    assert [hook.count for hook in hooks] == [1, 1]
 
 
 def test_hooks_of_the_same_class_have_separate_states():

@@ -26,6 +26,7 @@ from fastamp.data.build import build_dataset
 from fastamp.inference.export import export
 from fastamp.inference.extract import extract
 from fastamp.inference.gallery_source import Metadata, add_images
+from fastamp.inference.search_terms import SearchTerm
 from fastamp.retrieval import mutable_gallery as module
 from fastamp.retrieval.candidates import Candidates
 from fastamp.retrieval.gallery import Conditions
@@ -170,6 +171,34 @@ def test_candidates_are_built_while_the_gallery_changes(tmp_path, monkeypatch):
     gallery.build_candidates()
     assert "3" not in gallery and len(gallery.index.numbers) == len(gallery) == 1500
     assert search(features[:1] + 0.1, gallery, 1, effort=1000).images.further["id"].tolist() == [["new"]]
+
+
+def test_search_reads_the_changes_of_another_writer_before_its_terms_not_after_them(tmp_path):
+    features = np.eye(3, WIDTH, dtype=np.float32)
+    gallery = MutableGallery(tmp_path / "a", model())
+    gallery.add([Item(name) for name in "abc"], features)
+
+    class LastId(SearchTerm):
+        @classmethod
+        def from_model(cls, text, model):
+            return cls()
+
+        def rows(self, gallery):
+            row = gallery.columns["id"].tolist().index("c")
+            MutableGallery(tmp_path / "a").remove(["a"])  # c gets its row
+            return np.array([row])
+
+        scores = None
+
+    class Model(Predictor):
+        config_hash, checkpoint, stored_calibration = "hash", Path("model.pth"), None
+
+        def __init__(self):
+            pass
+
+    found = Model().search_features(torch.from_numpy(features[:1]), gallery, terms=[LastId()])
+    assert found.images.further["id"].tolist() == [["c"]]
+    assert sorted(search(features[:1], gallery).images.further["id"][0].tolist()) == ["b", "c"]
 
 
 def test_gallery_is_unchanged_in_memory_if_there_is_none_for_new_items(tmp_path, monkeypatch):
