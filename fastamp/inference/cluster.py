@@ -22,12 +22,6 @@ from fastamp.utils import files
 _MOST_TRIED = 20_000
 
 
-def known_identities(extraction: Features) -> np.ndarray:
-    """Return the identities of an extraction as text (N,); "" for unknown ones."""
-    pids = extraction.images.pids
-    return np.where(pids == -1, "", pids.astype(str)) if pids.dtype.kind in "iu" else pids
-
-
 def cluster(
     extraction: Features, options: Clustering, *, device: torch.device
 ) -> tuple[np.ndarray, ClusterQuality, np.ndarray]:
@@ -38,7 +32,8 @@ def cluster(
         identities (N,) str, "" where unknown.
     """
     features = torch.from_numpy(np.array(extraction.matrix)).to(device)
-    labels, names = cluster_features(features, options), known_identities(extraction)
+    labels, pids = cluster_features(features, options), extraction.images.pids
+    names = np.where(pids == -1, "", pids.astype(str)) if pids.dtype.kind in "iu" else pids
     sizes, known = cluster_quality(labels), names != ""
     quality = cluster_quality(labels[known], names[known]) if known.any() else sizes
     counts = {"clusters": sizes.clusters, "outliers": sizes.outliers, "images": sizes.images}

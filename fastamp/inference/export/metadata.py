@@ -6,7 +6,6 @@ from torch import Tensor
 
 import fastamp
 from fastamp.checkpoint.safetensors_file import WEIGHTS_NAME
-from fastamp.evaluation.calibration import Calibration
 from fastamp.inference.export.options import ExportOptions
 from fastamp.inference.package import CARD_NAME, check_packaged
 from fastamp.inference.parity import exported_size
@@ -26,7 +25,11 @@ def export_metadata(predictor: Predictor, options: ExportOptions) -> dict[str, A
     modalities = {"modalities": list(predictor.inputs.modalities)} if predictor.inputs.modalities else {}
     if modalities and cfg.MODEL.BACKBONE.MODALITY:
         modalities["modalities"] = [cfg.MODEL.BACKBONE.MODALITY]
-    calibration = {} if predictor.calibration is None else {"calibration": _calibration_values(predictor.calibration)}
+    calibration = {}
+    if predictor.calibration is not None:  # lists instead of tensors, without folders
+        state = predictor.calibration.state_dict() | {"source": predictor.calibration.source.rpartition("/")[2]}
+        values = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in state.items()}
+        calibration = {"calibration": values}
     colors = "BGR" if options.color_order == "bgr" else _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, "")
     return (
         calibration
@@ -64,9 +67,3 @@ def _license_of(predictor: Predictor) -> dict[str, str]:
     if predictor.checkpoint.name != WEIGHTS_NAME or not (folder / CARD_NAME).is_file():
         return UNKNOWN_LICENSE
     return check_packaged(folder).metadata()
-
-
-def _calibration_values(calibration: Calibration) -> dict[str, Any]:
-    """Return a calibration as plain values, with lists instead of tensors, and without folders."""
-    state = calibration.state_dict() | {"source": calibration.source.rpartition("/")[2]}
-    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in state.items()}
