@@ -160,6 +160,7 @@ class Dataset(Protocol):
     num_classes: int
 
 
+@runtime_checkable
 class Loader(Protocol):
     """Loader of a part of a dataset, that of one rank; ``torch.utils.data.DataLoader`` is one.
 
@@ -174,14 +175,15 @@ class Loader(Protocol):
 
 
 @runtime_checkable
-class TrainLoader(Loader, Protocol):
-    """Infinite loader of training batches.
-
-    Attributes:
-        iters_per_epoch: number of batches in an epoch.
-    """
+class EpochLoader(Protocol):
+    """Loader with ``iters_per_epoch`` batches in an epoch."""
 
     iters_per_epoch: int
+
+
+@runtime_checkable
+class TrainLoader(Loader, EpochLoader, Protocol):
+    """Infinite loader of training batches."""
 
     def start_at(self, start_iter: int) -> None:
         """Let the next iterator start at batch ``start_iter``, counted from the start of training."""
@@ -201,6 +203,23 @@ class Evaluator(Protocol):
 
     def evaluate(self) -> dict[str, Any] | None:
         """Compute the metrics, name -> value; None on ranks other than 0."""
+
+
+# Optional abilities of datasets.
+
+
+@runtime_checkable
+class ListedDataset(Protocol):
+    """Dataset that lists its images: ``(path, identity, camera, ...)`` of each."""
+
+    items: Sequence[Any]
+
+
+@runtime_checkable
+class CombinedDataset(Protocol):
+    """Dataset whose images are those of other datasets (``ImageDataset``)."""
+
+    sources: Sequence[Any]
 
 
 # Optional abilities of the modules of a model.
@@ -250,6 +269,14 @@ class ClassIndexer(Protocol):
     """Module that uses class labels as indices, if its attribute is True, so that labels must be in range."""
 
     indexes_classes: bool
+
+
+@runtime_checkable
+class Teacher(Protocol):
+    """Model from which another one can be distilled."""
+
+    def class_logits(self, batch: Batch) -> torch.Tensor:
+        """Compute the logits (B, K) float32 of the classes, without margin."""
 
 
 @runtime_checkable

@@ -23,7 +23,14 @@ from fastamp.evaluation import EVALUATOR_REGISTRY, PROTOCOL_REGISTRY, Identities
 from fastamp.inference.extract import extract
 from fastamp.inference.outputs import OUTPUT_REGISTRY
 from fastamp.modeling import BACKBONE_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY, META_ARCH_REGISTRY
+from fastamp.retrieval.columns import ImageColumns
+from fastamp.retrieval.features import Features
+from fastamp.retrieval.features_file import write_features
+from fastamp.retrieval.model_id import ModelId
+from fastamp.retrieval.open_gallery import open_gallery
+from fastamp.retrieval.search import search
 from fastamp.utils.errors import DataError
+from fastamp.utils.plugins import import_plugin_file
 
 TRANSFORM = '''
 """Darken images."""
@@ -337,3 +344,15 @@ def test_documented_search_term_limits_the_search(plugin_project, checkpoint, qu
         (found,) = json.loads(capsys.readouterr().out)
         assert [row["pid"] for row in found["found"]] == expected and found["found"][0]["species"] == "fox"
     assert main(command) == 2 and "--species" in capsys.readouterr().err
+
+
+def test_documented_index_kind_is_built_measured_and_read_again(tmp_path):
+    (tmp_path / "scalar_codes.py").write_text(documented_file("extending/index-kind", "scalar_codes.py"))
+    import_plugin_file(tmp_path / "scalar_codes.py")
+    matrix, numbers = np.random.default_rng(0).standard_normal((500, 8)).astype(np.float32), np.arange(500)
+    images = ImageColumns(paths=numbers.astype(str), pids=numbers, camids=numbers)
+    write_features(Features(tmp_path / "a.npz", matrix, images, ModelId(8, "euclidean", "hash", "model.pth")))
+    for options in ({"kind": "sq8"}, {}):  # the second one reads it
+        gallery = open_gallery(tmp_path / "a.npz", **options)
+        assert gallery.kind == "sq8" and gallery.recall > 0.98
+        assert search(matrix[:9], gallery, 1).rows[:, 0].tolist() == list(range(9))

@@ -9,10 +9,9 @@ from fastamp.checkpoint.adapters import adapters_in
 from fastamp.checkpoint.checkpointer import STRIPPED
 from fastamp.checkpoint.entries import no_config_error
 from fastamp.checkpoint.safetensors_file import INFERENCE_ENTRIES
-from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, write_checkpoint
+from fastamp.checkpoint.weights_file import check_output, read_checkpoint, state_dict_in, write_checkpoint
 from fastamp.config import CfgNode, get_cfg
-from fastamp.utils.errors import ConfigError
-from fastamp.utils.files import expand, real_path
+from fastamp.utils.files import expand
 
 
 @dataclass(frozen=True)
@@ -57,16 +56,7 @@ def strip(
     target = (
         source.with_name(f"{source.stem}_{'adapters' if adapters else 'stripped'}.pth") if out is None else expand(out)
     )
-    if target.suffix != ".pth":
-        raise ConfigError(
-            f"the name of the output file must end in .pth, got {target}.\n"
-            "  fix: choose another name, e.g. model_stripped.pth"
-        )
-    if real_path(target) == real_path(source):
-        raise ConfigError(
-            f"the output file {target} is the input checkpoint, which would lose its training state.\n"
-            "  fix: choose another output file"
-        )
+    check_output(target, source)
     content = read_checkpoint(source)
     kept = without_training_state(content, source)
     if adapters:

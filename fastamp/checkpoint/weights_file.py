@@ -16,8 +16,8 @@ import torch
 
 from fastamp.checkpoint.pickle_limits import PickleLimitError, check_pickle
 from fastamp.checkpoint.safetensors_file import read_safetensors
-from fastamp.utils.errors import UserError, WeightsError
-from fastamp.utils.files import FORMAT_KEY, check_format, check_not_device, expand, write_atomically
+from fastamp.utils.errors import ConfigError, UserError, WeightsError
+from fastamp.utils.files import FORMAT_KEY, check_format, check_not_device, expand, real_path, write_atomically
 
 FORMAT = 1
 """Number of the format of checkpoints; a change that earlier releases cannot read increases it."""
@@ -96,6 +96,29 @@ def write_checkpoint(path: Path, content: Any) -> None:
     """
     content = _with_format(content)
     write_atomically(path, lambda file: torch.save(content, file))
+
+
+def check_output(target: Path, source: Path, *, in_place: bool = False) -> None:
+    """Check the path of a file that a command makes from a checkpoint.
+
+    Args:
+        target: output file.
+        source: checkpoint.
+        in_place: whether the output may be the checkpoint. Default False.
+
+    Raises:
+        ConfigError: if the name does not end in .pth, or the output file is the checkpoint.
+    """
+    if target.suffix != ".pth":
+        raise ConfigError(
+            f"the name of the output file must end in .pth, got {target}.\n"
+            "  fix: choose another name, e.g. model.pth; `fastamp push` packages it as .safetensors"
+        )
+    if not in_place and real_path(target) == real_path(source):
+        raise ConfigError(
+            f"the output file {target} is the input file.\n"
+            "  fix: choose another output file; `fastamp calibrate` replaces its input with --in-place"
+        )
 
 
 def checkpoint_size(content: Any) -> int:

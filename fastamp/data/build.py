@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
+from fastamp import contracts
 from fastamp.amp import requested_device, resolve_device
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data.cache import ImageCache
@@ -81,7 +81,7 @@ def build_reid_train_loader(
     if rank == 0:
         for training_set in datasets:
             names = ("train", "query", "gallery") if cfg.DATASETS.COMBINEALL else ("train",)
-            log_splits(training_set, {name: getattr(training_set, name) for name in names})
+            log_splits(training_set, {name: training_set.split(name) for name in names})
         logger.info(
             "training set: %d images, %d identities; one epoch is %s of %s",
             len(dataset),
@@ -107,9 +107,7 @@ def _build_batch_sampler(
             f"{plural(len(dataset), 'image')}, SOLVER.IMS_PER_BATCH is {batch_size}.\n"
             "  fix: reduce SOLVER.IMS_PER_BATCH, or add images"
         )
-    if dataset.num_classes < 2 and getattr(
-        SAMPLER_REGISTRY.get(cfg.DATALOADER.SAMPLER_TRAIN), "needs_identities", True
-    ):
+    if dataset.num_classes < 2 and SAMPLER_REGISTRY.get(cfg.DATALOADER.SAMPLER_TRAIN).needs_identities:
         raise DataError(
             f"the training set ({', '.join(cfg.DATASETS.NAMES)}) has only one identity; expected at least 2.\n"
             "  fix: add images of other identities"
@@ -127,7 +125,7 @@ def _build_batch_sampler(
     return EpochBatchSampler(
         sampler,
         batch_size=batch_size,
-        iters_per_epoch=(getattr(sampler, "images_per_epoch", None) or len(dataset)) // max(1, batch_size),
+        iters_per_epoch=(sampler.images_per_epoch or len(dataset)) // max(1, batch_size),
         rank=rank,
         world_size=world_size,
         start_iter=start_iter,
@@ -266,7 +264,7 @@ def build_reid_test_loader(
     transforms = build_transforms(cfg, is_train=False)
     source = build_dataset(dataset_name, cfg)
     for split in ("query", "gallery") if requires_gallery and source.requires_gallery else ("query",):
-        check_split(dataset_name, split, len(getattr(source, split)))
+        check_split(dataset_name, split, len(source.split(split)))
     items = PackedItems.concat([PackedItems.of(items) for items in source.test_items()])
     options: dict[str, Any] = {"relabel": False, "sources": [source], "categories": cfg.DATASETS.CATEGORIES}
     dataset = ReidDataset(items, transforms, **options)
@@ -374,9 +372,7 @@ def build_dataset(name: str, cfg: CfgNode | None = None, *, skip_invalid: bool =
         kind = "csv" if name.endswith(".csv") else "folder"
         raise ConfigError(f"DATASETS.NAMES: {name!r} is a path without a prefix.\n  fix: use {kind}:{name}")
     component, root = DATASET_REGISTRY.get(name), str(data_root())
-    dataset: ImageDataset = (
-        component.from_config(cfg, root) if hasattr(component, "from_config") else component(root=root)
-    )
+    dataset: ImageDataset = component.from_config(cfg, root) if _is_dataset_class(component) else component(root=root)
     return dataset
 
 
@@ -388,9 +384,14 @@ def family_of(name: str) -> str:
     kind, _, path = name.partition(":")
     if kind in PATH_DATASETS:
         return f"{kind}:{os.path.abspath(expand(path))}"
-    component = DATASET_REGISTRY.get(name) if name in DATASET_REGISTRY else None
-    family: str = getattr(component, "identities_of", "") or getattr(component, "dataset_name", "") or name
-    return family
+    if name not in DATASET_REGISTRY:
+        return name
+    component = DATASET_REGISTRY.get(name)
+    return component.identities_of or component.dataset_name or name
+
+
+def _is_dataset_class(component: Any) -> bool:
+    return isinstance(component, type) and issubclass(component, ImageDataset)
 
 
 def _attach_cache(dataset: ReidDataset, cfg: CfgNode) -> None:
@@ -505,15 +506,14 @@ def with_num_classes(cfg: CfgNode, num_classes: int) -> CfgNode:
     return cfg.with_values({"MODEL.HEADS.NUM_CLASSES": num_classes})
 
 
-def with_num_categories(cfg: CfgNode, dataset: Dataset) -> CfgNode:
+def with_num_categories(cfg: CfgNode, dataset: contracts.Dataset) -> CfgNode:
     """Return a frozen copy of the config with what its model learns of a training set.
 
     ``DATASETS.NUM_CATEGORIES`` is set for the columns, and ``DATASETS.CAMERAS`` for embeddings of cameras.
     """
-    columns: Mapping[str, EncodedColumn] = getattr(dataset, "columns", {})
+    columns: Mapping[str, EncodedColumn] = dataset.columns
     categories = {name: len(column.names) for name, column in columns.items() if column.names}
     values: dict[str, Any] = {"DATASETS.NUM_CATEGORIES": categories} if categories else {}
-    sources: Sequence[ImageDataset] = getattr(dataset, "sources", ())
-    if cfg.MODEL.BACKBONE.SIE_CAMERAS and len(sources) == 1 and isinstance(sources[0], CsvDataset):
-        values["DATASETS.CAMERAS"] = sources[0].camera_names
+    if cfg.MODEL.BACKBONE.SIE_CAMERAS and len(dataset.sources) == 1 and isinstance(dataset.sources[0], CsvDataset):
+        values["DATASETS.CAMERAS"] = dataset.sources[0].camera_names
     return cfg.with_values(values) if values else cfg

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fastamp import contracts
 from fastamp.config import CfgNode
+from fastamp.contracts import EpochUser, ListedDataset, Loader, TrainLoader
 from fastamp.data.build import loading_device
 from fastamp.data.columns import CAMERA
 from fastamp.data.loader import start_worker, worker_count
@@ -130,7 +131,7 @@ class CustomTrainLoader:
         return int(sequence.generate_state(1, np.uint64)[0])
 
 
-def as_train_loader(loader: Any, cfg: CfgNode) -> Any:
+def as_train_loader(loader: Any, cfg: CfgNode) -> TrainLoader:
     """Return a training loader with the members that ``DefaultTrainer`` reads, see ``TrainLoader`` in contracts.
 
     Args:
@@ -139,18 +140,17 @@ def as_train_loader(loader: Any, cfg: CfgNode) -> Any:
         cfg: config; the length of an epoch is computed from SOLVER.IMS_PER_BATCH.
 
     Raises:
-        ConfigError: if ``loader`` lacks an attribute and is not a ``DataLoader``.
+        ConfigError: if ``loader`` is neither a ``TrainLoader`` nor a ``DataLoader``.
     """
-    missing = [name for name in ("dataset", "iters_per_epoch", "start_at") if not hasattr(loader, name)]
-    if "dataset" not in missing:
+    if isinstance(loader, Loader):
         adopt(loader.dataset, contracts.Dataset)
-    if not missing:
+    if isinstance(loader, TrainLoader):
         return loader
     if isinstance(loader, DataLoader):
         on_cuda = loading_device(cfg).type == "cuda"
         return CustomTrainLoader.wrap(loader, batch_size=cfg.SOLVER.IMS_PER_BATCH, pin_memory=on_cuda, seed=cfg.SEED)
     raise ConfigError(
-        f"build_train_loader returned {type(loader).__name__} without {', '.join(missing)}.\n"
+        f"build_train_loader returned {type(loader).__name__}, which lacks dataset, iters_per_epoch or start_at.\n"
         "  fix: return the result of build_custom_train_loader(cfg, dataset), or a torch.utils.data.DataLoader"
     )
 
@@ -260,7 +260,8 @@ def build_custom_test_loader(cfg: CfgNode, dataset: Dataset, num_query: int = 0)
 
 def _labels(dataset: Dataset, items: Sequence[tuple] | None, *, required_by: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the identities and cameras of the items of a dataset: (N,) int64 each."""
-    items = getattr(dataset, "items", None) if items is None else items
+    if items is None and isinstance(dataset, ListedDataset):
+        items = dataset.items
     labeled = items is not None and all(len(item) >= 3 for item in items)
     if not labeled and required_by == "TrainingSampler":
         zeros = np.zeros(len(dataset), dtype=np.int64)  # type: ignore[arg-type]
@@ -277,7 +278,7 @@ def _labels(dataset: Dataset, items: Sequence[tuple] | None, *, required_by: str
 
 def _set_epoch(sampler: Any, epoch: int) -> None:
     """Set the epoch of a sampler such as ``DistributedSampler``, which otherwise repeats the order of epoch 0."""
-    if hasattr(sampler, "set_epoch"):
+    if isinstance(sampler, EpochUser):
         sampler.set_epoch(epoch)
 
 

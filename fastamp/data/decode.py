@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from fastamp.data.boxes import Box, clip_box
@@ -368,7 +368,7 @@ def image_from_pil(image: Image.Image, channels: int = 3, *, bit_depth: int | No
     Raises:
         DataError: if the mode is F, a value is outside the range of ``bit_depth``, or the image file cannot be decoded.
     """
-    name = getattr(image, "filename", "") or "(a PIL image)"
+    name = (image.filename if isinstance(image, ImageFile.ImageFile) else "") or "(a PIL image)"
     # PIL decodes the file and its EXIF data at first use, which is not thread-safe.
     with _PIL_LOCK, _pil_errors(os.fsdecode(name)):
         pixels = _pil_pixels(image, "RGBA" if channels == 4 else "RGB", os.fsdecode(name), bit_depth)
@@ -438,7 +438,8 @@ def _pil_pixels(image: Image.Image, mode: str, path: str, bit_depth: int | None)
     """
     check_mode(image)
     # PIL reads the upper 8 bits of colors of 16 bits.
-    is_reduced = not image.mode.startswith("I") and any(";16" in str(tile[3]) for tile in getattr(image, "tile", ()))
+    tiles = image.tile if isinstance(image, ImageFile.ImageFile) else ()
+    is_reduced = not image.mode.startswith("I") and any(";16" in str(tile[3]) for tile in tiles)
     if is_reduced and bit_depth not in (None, 16):
         raise DataError(
             f"the image {path} has colors of 16 bits, of which the upper 8 are read; INPUT.BIT_DEPTH is {bit_depth}\n"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fastamp.contracts import ListedDataset
 from fastamp.data.datasets.items import Column, PackedItems, encode
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError
@@ -31,10 +32,9 @@ def check_equal_on_all_ranks(dataset: Any, title: str) -> None:
         DataError: on all ranks, if the number, the order, the paths, the labels or the columns of the images differ;
             the message names the first image that differs.
     """
-    listed = getattr(dataset, "items", None)
-    if not comm.is_distributed() or not isinstance(listed, Sequence):
+    if not comm.is_distributed() or not isinstance(dataset, ListedDataset) or not isinstance(dataset.items, Sequence):
         return
-    items = PackedItems.of(listed)
+    items = PackedItems.of(dataset.items)
     fields = _hashes(items, _common_folder(items))
     digests = {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in fields.items()}
     of_ranks = [json.loads(message) for message in comm.gather_bytes(json.dumps([len(items), digests]).encode())]

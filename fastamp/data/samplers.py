@@ -12,9 +12,7 @@ import numpy as np
 from fastamp.config import CfgNode, Key
 from fastamp.data.columns import integers_of
 from fastamp.utils.errors import ConfigError, DataError
-from fastamp.utils.registry import Registry
-
-SAMPLER_REGISTRY = Registry("DATALOADER.SAMPLER_TRAIN")
+from fastamp.utils.registry import Registry, adopt
 
 KEYS = (
     Key(
@@ -56,6 +54,9 @@ class EpochSampler:
         Calls with the same ``epoch`` return the same indices.
         """
         raise NotImplementedError
+
+
+SAMPLER_REGISTRY = Registry("DATALOADER.SAMPLER_TRAIN", contract=EpochSampler)
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:
@@ -503,9 +504,10 @@ def build_sampler(cfg: CfgNode, *, columns: Mapping[str, Any], **images: Any) ->
     """
     name = cfg.DATALOADER.SAMPLER_TRAIN
     component = SAMPLER_REGISTRY.get(name)
-    if "columns" in inspect.signature(getattr(component, "from_config", component)).parameters:
+    build = component.from_config if isinstance(component, type) else component
+    if "columns" in inspect.signature(build).parameters:
         images["columns"] = columns
-    return SAMPLER_REGISTRY.build(name, cfg, **images)
+    return adopt(SAMPLER_REGISTRY.build(name, cfg, **images), EpochSampler)
 
 
 def batch_size_per_rank(batch_size: int, world_size: int) -> int:

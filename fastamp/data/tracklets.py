@@ -338,8 +338,8 @@ def tracklets_of(dataset: ReidDataset, title: str, sets: Sequence[int] | np.ndar
     first = np.unique(numbers, return_index=True)[1][numbers]
     source = dataset.sources[0] if len(dataset.sources) == 1 else None
     for kinds, labels, names, name_of in (
-        ("identities", dataset.labels, dataset.items.pids, getattr(source, "identity", str)),
-        ("cameras", dataset.camids, dataset.items.camids, getattr(source, "camera", str)),
+        ("identities", dataset.labels, dataset.items.pids, source.identity if source else str),
+        ("cameras", dataset.camids, dataset.items.camids, source.camera if source else str),
     ):
         wrong = np.flatnonzero(labels != labels[first])
         if len(wrong):

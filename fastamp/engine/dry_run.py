@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastamp.checkpoint.weights_file import checkpoint_size
 from fastamp.config import CfgNode
+from fastamp.data.dataset import ReidDataset
 from fastamp.data.loader import TestLoader
 from fastamp.data.samplers import InferenceSampler
 from fastamp.diagnostics import environment_queries
@@ -197,7 +198,8 @@ def _subset_loader(loader: TestLoader, num_query: int, columns: Iterable[str] = 
 
 def _in_turn(dataset: Any, num_query: int, columns: Iterable[str]) -> list[int]:
     """Order the queries so that those with each combination of values of ``columns`` take turns."""
-    values = [dataset.columns[name].values for name in columns if name in getattr(dataset, "columns", ())]
+    encoded = dataset.columns if isinstance(dataset, ReidDataset) else {}
+    values = [encoded[name].values for name in columns if name in encoded]
     turns: Counter[tuple[Any, ...]] = Counter()
     order = []
     for query in range(num_query):

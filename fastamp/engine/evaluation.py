@@ -1,15 +1,18 @@
 """Evaluation on the test sets of a config."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
+from fastamp.contracts import Loader
 from fastamp.data.build import family_of
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets import DATASET_REGISTRY
@@ -90,7 +93,8 @@ def evaluate_sets(
         metrics = inference_on_dataset(
             model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy, locate=describe_evaluation
         )
-        metrics = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
+        scalars = np.generic | np.ndarray | torch.Tensor
+        metrics = {key: value.item() if isinstance(value, scalars) else value for key, value in metrics.items()}
         if metrics:
             output.results[name] = metrics
             test_set = evaluated_set(name, metrics, evaluator, loader, test[1])
@@ -135,18 +139,15 @@ def _evaluator_name(cfg: CfgNode) -> str:
     of_tests = {_evaluator_of(name) for name in cfg.DATASETS.TESTS if ":" not in name}
     if len(of_tests) == 1 and "" not in of_tests:
         return of_tests.pop()
-    return getattr(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE), "evaluator", "ReidEvaluator")
+    of_model: str = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE).evaluator
+    return of_model
 
 
 def _evaluator_of(test_set: str) -> str:
     """Return the name of the evaluator for a registered test set; "" if neither names the other."""
-    named: str = getattr(DATASET_REGISTRY.get(test_set), "evaluator", "")
-    of_evaluators = (name for name in EVALUATOR_REGISTRY if test_set in _test_sets(name))
+    named: str = DATASET_REGISTRY.get(test_set).evaluator
+    of_evaluators = (name for name in EVALUATOR_REGISTRY if test_set in EVALUATOR_REGISTRY.get(name).test_sets)
     return named or next(of_evaluators, "")
-
-
-def _test_sets(evaluator: str) -> Sequence[str]:
-    return getattr(EVALUATOR_REGISTRY.get(evaluator), "test_sets", ())
 
 
 def check_test_set(cfg: CfgNode, name: str, loader: Any, evaluator: DatasetEvaluator) -> None:
@@ -162,7 +163,7 @@ def check_test_set(cfg: CfgNode, name: str, loader: Any, evaluator: DatasetEvalu
         DataError: if the test set differs between the ranks; or, if the evaluator is a ``ReidEvaluator``, the test set
             cannot be evaluated, see ``check_evaluable``, or has identities on which the model is trained.
     """
-    if not hasattr(loader, "dataset"):
+    if not isinstance(loader, Loader):
         return
     check_equal_on_all_ranks(loader.dataset, f"the test set {name}")
     dataset = loader.dataset
@@ -227,11 +228,11 @@ def report_evaluation(cfg: CfgNode, model: nn.Module, policy: PrecisionPolicy, s
 def describe_protocol(cfg: CfgNode, policy: PrecisionPolicy) -> str:
     """Describe the evaluation protocol and the precision of the features in one line.
 
-    A registered evaluator with a class method ``describe_protocol(cfg) -> str`` describes its own protocol.
+    A registered evaluator may describe its own protocol, see ``DatasetEvaluator.describe_protocol``.
     """
     flip = "flip test" if cfg.TEST.FLIP.ENABLED else "no flip test"
-    describe = getattr(EVALUATOR_REGISTRY.get(_evaluator_name(cfg)), "describe_protocol", None)
-    protocol = describe(cfg) if describe else Protocol.from_config(cfg).describe()
+    own = EVALUATOR_REGISTRY.get(_evaluator_name(cfg)).describe_protocol(cfg)
+    protocol = own or Protocol.from_config(cfg).describe()
     return f"{protocol}; {flip}; features {policy.describe()}"
 
 

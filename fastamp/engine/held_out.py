@@ -148,4 +148,8 @@ def _rank(trainer: DefaultTrainer) -> RankingResult | None:
 
 def _concatenate(rankings: Sequence[RankingResult | None]) -> RankingResult:
     parts = [ranking for ranking in rankings if ranking is not None]
-    return RankingResult(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ap", "inp", "first_match")))
+    return RankingResult(
+        ap=torch.cat([part.ap for part in parts]),
+        inp=torch.cat([part.inp for part in parts]),
+        first_match=torch.cat([part.first_match for part in parts]),
+    )

@@ -18,11 +18,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 import torch
@@ -207,16 +207,24 @@ def _run_in_group(
     return results[0] if results else None
 
 
+@runtime_checkable
+class CommandLine(Protocol):
+    """Parsed arguments of ``default_argument_parser``."""
+
+    config_file: str
+    opts: Sequence[str]
+
+
 def _read_settings(args: tuple[Any, ...]) -> tuple[timedelta | None, str]:
     """Read ``timeout`` and ``device`` of ``launch`` from the config that ``args`` names.
 
     If the config is invalid, the defaults are returned: ``main_func`` may define further keys; else it reports the
     error.
     """
-    named = next((arg for arg in args if hasattr(arg, "config_file") and hasattr(arg, "opts")), None)
+    named = next((arg for arg in args if isinstance(arg, CommandLine)), None)
     if named is None:
         return None, "auto"
-    plugin = getattr(named, "plugin", "")
+    plugin = vars(named).get("plugin", "")
     before = logging.root.manager.disable
     logging.disable()  # main_func reads the config again, and logs the same lines
     try:

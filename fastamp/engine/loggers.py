@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from fastamp.config import CfgNode
 from fastamp.utils.command_line import TrainingInterrupted
@@ -90,19 +90,26 @@ def build_tensorboard_writer(cfg: CfgNode, *, start_iter: int = 0) -> Tensorboar
     return writer
 
 
+@runtime_checkable
+class StatusWriter(Protocol):
+    """Writer that is told how the run ended."""
+
+    def set_status(self, status: str) -> None:
+        """Receive ``"interrupted"`` if a signal has stopped the run, ``"failed"`` after any other exception."""
+
+
 @contextmanager
 def closing_writers(writers: list[Any]) -> Iterator[None]:
     """Close the writers at the end of the context and remove them from the list.
 
-    Writers with a method ``set_status`` receive ``"interrupted"`` if a signal has stopped the run, and ``"failed"``
-    after any other exception.
+    If the run did not end normally, each ``StatusWriter`` is told so.
     """
     try:
         yield
     except BaseException as error:
         status = "interrupted" if isinstance(error, TrainingInterrupted | KeyboardInterrupt) else "failed"
         for writer in writers:
-            if hasattr(writer, "set_status"):
+            if isinstance(writer, StatusWriter):
                 writer.set_status(status)
         raise
     finally:

@@ -11,6 +11,7 @@ from torch import nn
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode, describe_changes
+from fastamp.contracts import Loader
 from fastamp.layers import PartialFC
 from fastamp.utils import comm
 from fastamp.utils.command_line import resume_command
@@ -70,7 +71,7 @@ class ConfigText:
             logger.info("the config differs from the config in the checkpoint: %s", line)
 
 
-def labels_checksum(data_loader: Any) -> int | None:
+def labels_checksum(data_loader: Loader) -> int | None:
     """Return the CRC32 checksum of the labels of the training images, or None if they are unknown."""
     labels = data_loader.dataset.labels
     return None if labels is None else zlib.crc32(np.array(labels, dtype=np.int64).tobytes())

@@ -57,7 +57,7 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
         raise ConfigError(
             f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} is not writable: {error.strerror}.\n  fix: choose another OUTPUT_DIR"
         ) from error
-    evaluates = getattr(args, "eval_only", None)
+    evaluates = getattr(args, "eval_only", None)  # None in scripts that pass no arguments
     if evaluates is False and rank == 0:
         lock_folder(cfg.OUTPUT_DIR, "OUTPUT_DIR")
     if evaluates and (training := describe_lock_holder(cfg.OUTPUT_DIR)):

@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import MethodType
 
 from fastamp.engine.hooks import StopOnSignal
 
@@ -83,9 +84,9 @@ def exit_with_agent() -> None:
 def _exit_after_agent(agent: int) -> None:
     while os.getppid() == agent:
         time.sleep(1)
-    hook = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    if isinstance(hook, StopOnSignal):
-        if hook.received is None:  # a second signal would end it without saving
+    handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(handler, MethodType) and isinstance(handler.__self__, StopOnSignal):
+        if handler.__self__.received is None:  # a second signal would end it without saving
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_STOP_SECONDS)
     for child in multiprocessing.active_children():

@@ -7,7 +7,7 @@ from typing import Any
 from fastamp.config import CfgNode
 from fastamp.engine.hooks.freeze import freeze_length
 from fastamp.modeling.losses import LOSS_REGISTRY
-from fastamp.solver.lr_schedule import SCHEDULE_REGISTRY
+from fastamp.solver.lr_schedule import SCHEDULE_REGISTRY, WarmupSchedule
 from fastamp.utils.plural import plural
 
 FIX = (
@@ -51,7 +51,7 @@ def describe_unreached_events(cfg: CfgNode, iters_per_epoch: int) -> str:
 def _learning_rate_events(cfg: CfgNode, iters_per_epoch: int) -> Iterator[str]:
     solver = cfg.SOLVER
     schedule: Any = SCHEDULE_REGISTRY.build(solver.SCHED, cfg, iters_per_epoch=iters_per_epoch)
-    if getattr(schedule, "warmup_iters", 0) >= solver.MAX_EPOCH * iters_per_epoch:
+    if isinstance(schedule, WarmupSchedule) and schedule.warmup_iters >= solver.MAX_EPOCH * iters_per_epoch:
         key = "SOLVER.WARMUP_EPOCHS" if solver.WARMUP_EPOCHS else "SOLVER.WARMUP_ITERS"
         yield _event(cfg, key, "the learning rate does not reach SOLVER.BASE_LR")
     if solver.SCHED == "MultiStepLR":
@@ -77,7 +77,7 @@ def _freezing_events(cfg: CfgNode, total: int, iters_per_epoch: int) -> Iterator
 def _average_and_loss_events(cfg: CfgNode) -> Iterator[str]:
     starts = {"SOLVER.SWA.START_EPOCH": "no weights are averaged"} if cfg.SOLVER.SWA.ENABLED else {}
     for name in cfg.MODEL.LOSSES.NAME:
-        if name in LOSS_REGISTRY and (key := getattr(LOSS_REGISTRY.get(name), "start_epoch_key", "")):
+        if name in LOSS_REGISTRY and (key := LOSS_REGISTRY.get(name).start_epoch_key):
             starts[key] = f"{name} does not apply in full"
     for key, consequence in starts.items():
         if _value(cfg, key) >= cfg.SOLVER.MAX_EPOCH:

@@ -1,19 +1,17 @@
 """Evaluators: run a model over a test set, collect the features and compute the metrics."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
+from fastamp.config import CfgNode
 from fastamp.config.key import Key
 from fastamp.evaluation.report_section import ReportSection
 from fastamp.feature_pass import Locator, call_model, feature_pass
 from fastamp.utils.registry import Registry
-
-EVALUATOR_REGISTRY = Registry("TEST.EVALUATOR")
-"""Registry of evaluators, classes with the arguments ``(cfg, num_query, output_dir)``."""
 
 KEYS = (
     Key(
@@ -26,7 +24,18 @@ KEYS = (
 
 
 class DatasetEvaluator:
-    """Base class of evaluators, which accumulate the batches of a test set and then compute metrics."""
+    """Base class of evaluators, which accumulate the batches of a test set and then compute metrics.
+
+    Attributes:
+        test_sets: names of the datasets that it evaluates with ``TEST.EVALUATOR auto``. Default (): none.
+    """
+
+    test_sets: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def describe_protocol(cls, cfg: CfgNode) -> str:
+        """Describe the protocol in one line. Default "": that of ``TEST.PROTOCOL``."""
+        return ""
 
     def metric_names(self) -> list[str] | None:
         """List the metrics from ``evaluate`` by which the best model can be selected; None if not known in advance."""
@@ -50,6 +59,10 @@ class DatasetEvaluator:
     def report_sections(self) -> Sequence[ReportSection]:
         """Return sections for the report of the last evaluation, on rank 0. Default: none."""
         return ()
+
+
+EVALUATOR_REGISTRY = Registry("TEST.EVALUATOR", contract=DatasetEvaluator)
+"""Registry of evaluators, classes with the arguments ``(cfg, num_query, output_dir)``."""
 
 
 def inference_on_dataset(

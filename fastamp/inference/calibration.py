@@ -7,7 +7,7 @@ from typing import Any
 
 from fastamp.checkpoint.checkpointer import STRIPPED
 from fastamp.checkpoint.entries import no_config_error
-from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
+from fastamp.checkpoint.weights_file import check_output, read_checkpoint, write_checkpoint
 from fastamp.data import build_reid_test_loader
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import PackedItems
@@ -19,7 +19,7 @@ from fastamp.evaluation.thresholds import CalibrationOptions, calibrate
 from fastamp.feature_pass import feature_pass
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import ConfigError, DataError
-from fastamp.utils.files import expand, real_path
+from fastamp.utils.files import expand
 
 logger = logging.getLogger(__name__)
 
@@ -132,15 +132,11 @@ def check_calibrated_output(source: Path, out: str | os.PathLike[str] | None, *,
         raise ConfigError("got both --in-place and --output.\n  fix: remove one of them")
     target = source.with_name(f"{source.stem}_calibrated.pth") if out is None else expand(out)
     target = source if in_place else target
-    if target.suffix != ".pth":
-        raise ConfigError(
-            f"a calibration can only be written to a .pth file, got {target}.\n"
-            "  fix: choose another --output, e.g. model_calibrated.pth, and package it again with `fastamp push`"
-        )
+    check_output(target, source, in_place=in_place)
     if not in_place and target.exists():
-        same = real_path(target) == real_path(source)
-        fix = "add --in-place to write to the checkpoint" if same else "choose another --output, or delete this file"
-        raise ConfigError(f"the output file {target} already exists.\n  fix: {fix}")
+        raise ConfigError(
+            f"the output file {target} already exists.\n  fix: choose another --output, or delete this file"
+        )
     return target
 
 

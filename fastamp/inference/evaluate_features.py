@@ -125,7 +125,9 @@ def numbers_of(arrays: dict[str, np.ndarray], column: str) -> torch.Tensor:
         array = arrays[f"{side}_{column}"]
         if array.dtype.kind == "S":
             array = np.char.decode(array, "latin-1")
-        if array.ndim != 1 or not (array.dtype.kind in "iuU" or _is_integral(array)):
+        # float64 cannot represent every integer above 2^53.
+        is_whole = array.dtype.kind == "f" and (np.abs(array) < 2**53).all() and (array == np.round(array)).all()
+        if array.ndim != 1 or not (array.dtype.kind in "iuU" or is_whole):
             raise DataError(
                 f"{side}_{column}: expected an array of integers or text of shape (N,); got {array.dtype} of shape "
                 f"{array.shape}.\n{_FIX}"
@@ -163,11 +165,6 @@ def column_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor,
     texts = np.concatenate([array.astype(str) for array in both])
     names = np.unique(texts[texts != ""])
     return torch.from_numpy(np.where(texts == "", -1, np.searchsorted(names, texts))), tuple(names.tolist())
-
-
-def _is_integral(array: np.ndarray) -> bool:
-    # float64 cannot represent every integer above 2^53.
-    return array.dtype.kind == "f" and bool((np.abs(array) < 2**53).all()) and np.array_equal(array, np.round(array))
 
 
 def evaluate(path: str, cfg: CfgNode, *, per_query: str | None = None, as_json: bool = False) -> None:

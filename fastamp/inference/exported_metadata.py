@@ -60,14 +60,11 @@ def _is_whole(value: Any, low: int, high: int) -> bool:
     return type(value) is int and low <= value <= high
 
 
-def _is_size(value: Any) -> bool:
-    """Return True for a list of height and width."""
-    return isinstance(value, list) and len(value) == 2 and all(_is_whole(edge, 1, _LARGEST_SIDE) for edge in value)
-
-
-def _is_resize(value: Any) -> bool:
-    """Return True for the size of ``Resize``."""
-    return _is_size(value) or (isinstance(value, list) and len(value) == 1 and _is_whole(value[0], 0, _LARGEST_SIDE))
+def _is_size(value: Any, count: int = 2, low: int = 1) -> bool:
+    """Return True for a list of height and width, or of another number of sides, in pixels."""
+    return (
+        isinstance(value, list) and len(value) == count and all(_is_whole(side, low, _LARGEST_SIDE) for side in value)
+    )
 
 
 def _are_numbers(value: Any, low: float) -> bool:
@@ -83,7 +80,7 @@ def _one_of(*choices: Any) -> Callable[[Any], bool]:
 
 _ENTRIES: dict[str, Callable[[Any], bool]] = {
     "config_hash": lambda value: 0 < len(value) <= 200,
-    "resize": _is_resize,
+    "resize": lambda value: _is_size(value) or _is_size(value, count=1, low=0),  # see ``Resize``
     "center_crop": lambda value: value is None or _is_size(value),
     "interpolation": _one_of("bicubic", "bilinear", "nearest"),
     "channels": _one_of(1, 3, 4),

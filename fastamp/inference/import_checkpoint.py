@@ -8,13 +8,13 @@ import torch
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.load_state import classifiers, convert_state_dict, examples, load_model_state
-from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, tensors_by_path
+from fastamp.checkpoint.weights_file import check_output, read_checkpoint, state_dict_in, tensors_by_path
 from fastamp.config import CfgNode, read_config
 from fastamp.config.projects import project_pairs
 from fastamp.modeling import build_model
 from fastamp.modeling.infer_config import backbone_prefixes, infer_config, interpolation_keys
-from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean, writing
-from fastamp.utils.files import expand, real_path
+from fastamp.utils.errors import WeightsError, did_you_mean, writing
+from fastamp.utils.files import expand
 from fastamp.utils.plural import plural
 from fastamp.utils.terminal_text import sanitize_terminal_text
 
@@ -37,10 +37,7 @@ def import_checkpoint(
         WeightsError: if ``source`` cannot be read, does not match the model, or contains non-finite weights.
     """
     out = expand(target)
-    if out.suffix != ".pth":
-        raise ConfigError(f"OUT: expected a file name that ends in .pth, got {target}.\n  fix: add .pth to OUT")
-    if real_path(out) == real_path(expand(source)):
-        raise ConfigError(f"OUT is the same file as IN: {target}.\n  fix: choose another file for OUT")
+    check_output(out, expand(source))
     read_config(config_file, opts, plugin=plugin)  # report config errors before reading the weights
     defaults = read_config("", project_pairs(opts), plugin=plugin)
     content = read_checkpoint(source)

@@ -144,26 +144,19 @@ class ExportedModel(FeatureModel):
         # Reversing the channels of a batch is faster than of crops, whose memory is not contiguous.
         later = color == "bgr" and all(self._is_color_array(image) for image in contents)
         color = "rgb" if later else color
-        features, rows = list[NDArray[np.float32]](), list[int]()
+        features = np.full((len(contents), self.feature_dim), np.nan, np.float32)
         for start in range(0, len(contents), _BATCH):
-            loaded = [
-                (row, self._load(image, color)) for row, image in enumerate(contents[start : start + _BATCH], start)
-            ]
-            pixels = [(row, image) for row, image in loaded if image is not None]
+            loaded = [self._load(image, color) for image in contents[start : start + _BATCH]]
+            pixels = [image for image in loaded if image is not None]
             if pixels:
-                rows += [row for row, _ in pixels]
-                features.append(self._compute([image for _, image in pixels], reverse=later))
-        if contents and len(rows) == len(contents):
-            return torch.from_numpy(_joined(features))
-        result = torch.full((len(contents), self.feature_dim), torch.nan)
-        if rows:
-            result[rows] = torch.from_numpy(_joined(features))
-        return result
+                rows = [row for row, image in enumerate(loaded, start) if image is not None]
+                features[rows] = self._compute(pixels, reverse=later)
+        return torch.from_numpy(features)
 
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
         """Extract the features (N, D) float32 of images (C, H, W) uint8 from ``preprocess``."""
         starts = range(0, len(images), _BATCH)
-        return torch.from_numpy(_joined([self._compute(images[start : start + _BATCH]) for start in starts]))
+        return torch.from_numpy(np.concatenate([self._compute(images[start : start + _BATCH]) for start in starts]))
 
     def _is_color_array(self, image: Any) -> bool:
         return self.transforms.channels == 3 and isinstance(image, np.ndarray) and image.shape[2:] == (3,)
@@ -171,7 +164,7 @@ class ExportedModel(FeatureModel):
     def _compute(self, images: Sequence[Tensor], *, reverse: bool = False) -> NDArray[np.float32]:
         """Compute the features of resized images (C, H, W) uint8, whose channels are in ``reverse`` order."""
         if len({image.shape for image in images}) > 1:  # to be cropped by the file
-            return _joined([self._compute([image], reverse=reverse) for image in images])
+            return np.concatenate([self._compute([image], reverse=reverse) for image in images])
         if not self._is_preprocessed:
             reverse ^= self.metadata["color_order"] == "BGR"
         order = -1 if reverse else 1
@@ -214,10 +207,6 @@ def _calibration_in(metadata: dict[str, Any], path: Path) -> Calibration | None:
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise damaged_entry_error(path, f"calibration: {type(error).__name__}: {error}") from error
     return read_calibration({"calibration": state and state | curve}, path)
-
-
-def _joined(features: list[NDArray[np.float32]]) -> NDArray[np.float32]:
-    return features[0] if len(features) == 1 else np.concatenate(features)
 
 
 def is_exported(path: str | os.PathLike[str]) -> bool:

@@ -124,10 +124,9 @@ def sample_pair_scores(
     all_images = split is None or not {"query", "gallery"} <= set(np.unique(split).tolist())
     if not all_images:
         queries, galleries = np.flatnonzero(split == "query"), np.flatnonzero(split == "gallery")
-    pids, camids = (
-        _integer_ids(np.asarray(images.pids)),
-        torch.from_numpy(np.array(images.camids, dtype=np.int64)),
-    )
+    _, numbers = np.unique(images.pids, return_inverse=True)
+    pids = torch.from_numpy(np.where(images.pids.astype(str) == "-1", -1, numbers.reshape(-1)))
+    camids = torch.from_numpy(np.array(images.camids, dtype=np.int64))
     pairs = sample_pairs(
         _RowSubset(features.matrix, queries),
         _RowSubset(features.matrix, galleries),
@@ -154,9 +153,3 @@ class _RowSubset:
     def __getitem__(self, chosen: np.ndarray) -> np.ndarray:
         features: np.ndarray = self.features[self.rows[chosen]]
         return features
-
-
-def _integer_ids(pids: np.ndarray) -> torch.Tensor:
-    """Map identities to non-negative integers; -1 remains -1."""
-    _, numbers = np.unique(pids, return_inverse=True)
-    return torch.from_numpy(np.where(pids == ("-1" if pids.dtype.kind == "U" else -1), -1, numbers.reshape(-1)))

@@ -6,7 +6,7 @@ float16 is too coarse for logits of that magnitude (spacing 0.0156 above 16, 0.0
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -43,35 +43,43 @@ KEYS = (
     ),
 )
 
-CLS_LAYER_REGISTRY = Registry("MODEL.HEADS.CLS_LAYER")
+
+class ClassificationLayer(Protocol):
+    """Classification layer, an ``nn.Module``; see ``Linear.forward``.
+
+    Attributes:
+        centers: number of weight vectors of each class, in consecutive rows of the weight. Default 1.
+        margin_per_class: whether Partial FC passes the class of each row as ``classes``. Default False.
+    """
+
+    centers: int = 1
+    margin_per_class: bool = False
+
+    @classmethod
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
+        """Return the constructor arguments besides ``scale`` and ``margin``. Default: none."""
+        return {}
+
+
+CLS_LAYER_REGISTRY = Registry("MODEL.HEADS.CLS_LAYER", contract=ClassificationLayer)
 
 # Keeps the gradient of the angle finite: its derivative is infinite at a cosine of 1, which rounding can exceed.
 _COSINE_LIMIT = 1 - 1e-6
 
 
 @CLS_LAYER_REGISTRY.register()
-class Linear(nn.Module):
+class Linear(nn.Module, ClassificationLayer):
     """Linear classifier: scaled inner products of features and class weights, without bias.
 
     Args:
         scale: factor of the logits, ``MODEL.HEADS.SCALE``.
         margin: ``MODEL.HEADS.MARGIN``; ignored by this layer.
-
-    Attributes:
-        centers: number of weight vectors of each class, in consecutive rows of the weight. Default 1.
     """
-
-    centers = 1
 
     def __init__(self, *, scale: float, margin: float) -> None:
         super().__init__()
         self.scale = scale
         self.margin = margin
-
-    @classmethod
-    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
-        """Return the constructor arguments of a subclass besides ``scale`` and ``margin``."""
-        return {}
 
     def set_class_counts(self, counts: Sequence[int] | np.ndarray) -> None:
         """Set the number of training images of each class, (num_classes,); ignored unless a subclass uses it."""

@@ -127,7 +127,7 @@ class PartialFC(nn.Module):
             weight = F.embedding(rows, weight, sparse=True)
         else:
             classes, positions = torch.arange(self.count, device=local.device), local
-        margins = {"classes": classes + self.start} if getattr(layer, "margin_per_class", False) else {}
+        margins = {"classes": classes + self.start} if layer.margin_per_class else {}
         return PartialLogits(layer(features, weight, positions, **margins)[0], positions)
 
     def sample(self, positive: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Global pooling layers, computed in float32."""
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -7,7 +9,18 @@ from torch import nn
 from fastamp.amp import force_fp32
 from fastamp.utils.registry import Registry
 
-POOL_LAYER_REGISTRY = Registry("MODEL.HEADS.POOL_LAYER")
+
+class PoolLayer(Protocol):
+    """Pooling layer, an ``nn.Module``: (B, C, H, W) -> (B, C x width_factor, 1, 1), or (B, D) for ``Flatten``.
+
+    Attributes:
+        width_factor: number of values for each channel. Default 1.
+    """
+
+    width_factor: int = 1
+
+
+POOL_LAYER_REGISTRY = Registry("MODEL.HEADS.POOL_LAYER", contract=PoolLayer)
 
 
 @POOL_LAYER_REGISTRY.register()
@@ -119,8 +132,7 @@ def pooled_width(pool_layer: str, channels: int) -> int:
     """Return the number of values into which a pooling layer pools a feature map.
 
     Args:
-        pool_layer: name in ``POOL_LAYER_REGISTRY``. A layer with several values for each channel has an attribute
-            ``width_factor``.
+        pool_layer: name in ``POOL_LAYER_REGISTRY``.
         channels: channels of the feature map; for ``Flatten`` channels x height x width.
     """
-    return channels * getattr(POOL_LAYER_REGISTRY.get(pool_layer), "width_factor", 1)
+    return channels * POOL_LAYER_REGISTRY.get(pool_layer).width_factor

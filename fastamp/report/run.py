@@ -11,10 +11,11 @@ from PIL import Image
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
 from fastamp.config.key import show_value
+from fastamp.contracts import CombinedDataset, ListedDataset, Loader
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
 from fastamp.data.datasets.items import PackedItems
 from fastamp.diagnostics import environment_queries
-from fastamp.evaluation import DatasetEvaluator, EvaluationResult, ReportSection
+from fastamp.evaluation import DatasetEvaluator, EvaluationResult, ReidEvaluator, ReportSection
 from fastamp.evaluation.calibration_check import CalibrationCheck
 from fastamp.report.history import History
 from fastamp.utils.env import available_cores
@@ -129,33 +130,34 @@ def evaluated_set(
             frame of each.
     """
     items = items_of(loader)
-    first_frames = getattr(evaluator, "first_frames", None)
-    if first_frames is not None and isinstance(items, PackedItems):
-        items, num_query = items.take(first_frames), int((first_frames < num_query).sum())
-    result = getattr(evaluator, "result", None)
-    result = result if isinstance(result, EvaluationResult) else None
-    check = getattr(evaluator, "calibration_check", None)
+    result = check = None
+    if isinstance(evaluator, ReidEvaluator):
+        result, check, first_frames = evaluator.result, evaluator.calibration_check, evaluator.first_frames
+        if first_frames is not None and isinstance(items, PackedItems):
+            items, num_query = items.take(first_frames), int((first_frames < num_query).sum())
     # Custom evaluators need not be subclasses of DatasetEvaluator.
-    sections = evaluator.report_sections() if hasattr(evaluator, "report_sections") else ()
+    sections = evaluator.report_sections() if isinstance(evaluator, DatasetEvaluator) else ()
     return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:], source_of(loader), check, sections)
 
 
 def items_of(loader: Any) -> list[ImageItem]:
     """Return the images of a loader's dataset, or an empty list if the dataset has no ``items``."""
-    return getattr(getattr(loader, "dataset", None), "items", [])
+    dataset = loader.dataset if isinstance(loader, Loader) else None
+    return dataset.items if isinstance(dataset, ListedDataset) else []
 
 
 def source_of(loader: Any) -> ImageDataset | None:
     """Return the dataset whose images a loader loads; None if there are several or it is unknown."""
-    sources: Sequence[ImageDataset] = getattr(getattr(loader, "dataset", None), "sources", ())
-    return sources[0] if len(sources) == 1 else None
+    dataset = loader.dataset if isinstance(loader, Loader) else None
+    return dataset.sources[0] if isinstance(dataset, CombinedDataset) and len(dataset.sources) == 1 else None
 
 
 def data_counts(run: Run) -> list[tuple[str, str, int, int, int]]:
     """List ``(dataset, split, number of images, number of identities, number of cameras)`` for all sets."""
     parts = [(", ".join(run.cfg.DATASETS.NAMES), "train", run.train, run.train_source)]
     for test_set in run.sets:
-        parts += [(test_set.name, split, getattr(test_set, split), test_set.source) for split in ("query", "gallery")]
+        splits = {"query": test_set.query, "gallery": test_set.gallery}
+        parts += [(test_set.name, split, items, test_set.source) for split, items in splits.items()]
     return [(name, split, *count_items(items, source)) for name, split, items, source in parts if items]
 
 

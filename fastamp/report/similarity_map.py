@@ -48,7 +48,7 @@ def similarity_map(model: nn.Module, batch: dict[str, Any]) -> SimilarityMap:
     Raises:
         ConfigError: if the model has no spatial feature map.
     """
-    backbone = getattr(model, "backbone", None)
+    backbone = dict(model.named_children()).get("backbone")
     if backbone is None:
         raise ConfigError(
             f"grad-cam requires a model with a backbone; {type(model).__name__} has no attribute backbone.\n"

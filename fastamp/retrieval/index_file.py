@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from fastamp.retrieval.indices import INDICES, Index, faiss_metric
+from fastamp.retrieval.indices import INDEX_REGISTRY, Index, faiss_metric
 from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.npz import open_arrays, read_array, text_of, write_arrays
 from fastamp.utils.errors import ConfigError, DataError, writing
@@ -107,7 +107,7 @@ def read_index(
         # Older versions of faiss map only the lists of an IVF index, and read other kinds into memory.
         flags = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP) if mapped else 0
         index = faiss.read_index(os.fspath(path), flags)
-        kind = INDICES.get(texts["kind"])
+        kind = INDEX_REGISTRY.get(texts["kind"]) if texts["kind"] in INDEX_REGISTRY else None
         if texts["fingerprint"] != fingerprint:
             raise DataError(f"{path} is the index of another gallery.\n  fix: {_FIX}")
     if kind is None or type(index).__name__ != kind.faiss_class or index.d != model.width or not _fits(index, model):

@@ -8,6 +8,7 @@ import numpy as np
 
 from fastamp.retrieval.vectors import Vectors
 from fastamp.utils.choices import EF_SEARCH, PROBED
+from fastamp.utils.registry import Registry
 
 # Maximum number of features for exact search, and for HNSW; larger galleries use IVF.
 FLAT_UP_TO = 50_000
@@ -19,9 +20,16 @@ _RECALL_QUERIES, _RECALL_RANKS = 200, 10
 # Proposals of product codes per result, at least _LEAST.
 _PROPOSALS, _LEAST = 10, 200
 
+INDEX_REGISTRY = Registry("index kind")
+"""Kinds of indices; the search of kind ``flat`` has none and compares with all features."""
+
 
 class Index(ABC):
-    """faiss index of features. It has neither the features' columns nor a file.
+    """faiss index of features, which proposes rows. It has neither the features' columns nor a file.
+
+    Attributes:
+        kind: name in ``INDEX_REGISTRY``.
+        faiss_class: name of the class of ``faiss``, which is checked when an index is read from a file.
 
     Args:
         index: faiss index.
@@ -71,6 +79,7 @@ class Index(ABC):
         return self.recall
 
 
+@INDEX_REGISTRY.register("ivf")
 class InvertedLists(Index):
     """Inverted lists of features; the search compares with the lists that are nearest to the query (IVF)."""
 
@@ -92,6 +101,7 @@ class InvertedLists(Index):
         return np.asarray(self.faiss.search(queries, k, params=faiss.SearchParametersIVF(nprobe=probed))[1])
 
 
+@INDEX_REGISTRY.register("hnsw")
 class NeighborGraph(Index):
     """Graph of near features, which the search follows (Malkov and Yashunin 2018, arXiv:1603.09320; HNSW)."""
 
@@ -112,6 +122,7 @@ class NeighborGraph(Index):
         return np.asarray(self.faiss.search(queries, k, params=parameters)[1])
 
 
+@INDEX_REGISTRY.register("ivfpq")
 class ProductCodes(InvertedLists):
     """Inverted lists of product codes (Jégou, Douze and Schmid 2011, "Product quantization for nearest neighbor
     search"; IVF-PQ).
@@ -138,10 +149,6 @@ class ProductCodes(InvertedLists):
 
     def propose(self, queries: np.ndarray, k: int, effort: int | None = None) -> np.ndarray:
         return super().propose(queries, max(_PROPOSALS * k, _LEAST), effort)
-
-
-INDICES: dict[str, type[Index]] = {index.kind: index for index in (InvertedLists, NeighborGraph, ProductCodes)}
-"""Kinds of indices; the search of kind ``flat`` has none and compares with all features."""
 
 
 def choose_kind(count: int) -> str:

@@ -17,10 +17,9 @@ from fastamp.retrieval.features_table import SUFFIXES as TABLE_SUFFIXES
 from fastamp.retrieval.gallery import Gallery
 from fastamp.retrieval.gallery_store import DATABASE_FILE
 from fastamp.retrieval.index_file import read_index, read_texts, write_index
-from fastamp.retrieval.indices import INDICES, Index, choose_kind, sample_rows
+from fastamp.retrieval.indices import INDEX_REGISTRY, Index, choose_kind, sample_rows
 from fastamp.retrieval.model_id import check_same_model
 from fastamp.retrieval.mutable_gallery import MutableGallery
-from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
@@ -72,14 +71,14 @@ def open_gallery(
             its file of features.
         of: model (``FeatureModel``) that must be that of the gallery. Default: None, no check.
         index: index file of the features. Default: the file next to them with the suffix ``.index``.
-        kind: kind of the search, one of ``INDEX_KINDS``. Default: ``"auto"``, that of an existing index, or by
-            ``choose_kind``.
+        kind: kind of the search, ``"flat"`` or a name in ``INDEX_REGISTRY``. Default: ``"auto"``, that of an existing
+            index, or by ``choose_kind``.
 
     Raises:
         DataError: if a file cannot be read, or is of a different model.
         ConfigError: if the index cannot be written, or ``index`` or ``kind`` is given for a mutable gallery.
     """
-    check_choice("kind", kind, ("auto", *INDEX_KINDS))
+    check_choice("kind", kind, ("auto", "flat", *INDEX_REGISTRY))
     path = check_gallery(gallery)
     if (path / DATABASE_FILE).is_file():
         if index is not None or kind != "auto":
@@ -150,7 +149,7 @@ def with_index(features: Features, path: Path, kind: str = "auto") -> Features:
 def build_index(features: Features, kind: str) -> Index:
     """Build the index of features, and measure its recall."""
     count, vectors, model = len(features), features.vectors, features.model
-    index = INDICES[kind].create(count, model.width, model.metric)
+    index: Index = INDEX_REGISTRY.get(kind).create(count, model.width, model.metric)
     if not index.faiss.is_trained:
         index.faiss.train(vectors.block(sample_rows(count)))
     starts = range(0, count, _BLOCK)

@@ -55,7 +55,7 @@ class Service:
         example = model.preprocess(torch.zeros(model.transforms.channels, 256, 128, dtype=torch.uint8))
         model.features_of_preprocessed([example])
         self._features = traced_features(model, example)
-        self.model, self.gallery, self.limits, self.pictures = model, gallery, limits, pictures
+        self.model, self.gallery, self.limits = model, gallery, limits
         self.metrics = Metrics(lambda: self.batcher.pending, None if gallery is None else lambda: len(gallery))
         workers = _concurrent_batches(model)
         self._torch_threads = torch.get_num_threads() if workers > 1 else 0

@@ -4,13 +4,11 @@ import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from fastamp.config import CfgNode
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
-
-SCHEDULE_REGISTRY = Registry("SOLVER.SCHED")
 
 
 class LearningRateSchedule(Protocol):
@@ -24,6 +22,16 @@ class LearningRateSchedule(Protocol):
             epoch: current epoch, from 0.
             steps_taken: optimizer steps taken so far; skipped steps are not counted.
         """
+
+
+@runtime_checkable
+class WarmupSchedule(Protocol):
+    """Schedule with a warm-up of ``warmup_iters`` iterations."""
+
+    warmup_iters: int
+
+
+SCHEDULE_REGISTRY = Registry("SOLVER.SCHED")
 
 
 def learning_rate_factor(cfg: CfgNode) -> float:

@@ -66,7 +66,7 @@ def _layout_of(kind: type[Optimizer]) -> str | None:
     """Return the name of the known optimizer class whose ``step`` ``kind`` uses; None if ``step`` is custom."""
     for base in kind.__mro__:
         name = base.__name__
-        if getattr(torch.optim, name, None) is base or (name == "Lamb" and base.__module__.startswith("timm.optim")):
+        if vars(torch.optim).get(name) is base or (name == "Lamb" and base.__module__.startswith("timm.optim")):
             return name if name in _LIKE_PARAMETER else None
         if "step" in vars(base):
             return None

@@ -11,7 +11,7 @@ import pytest
 from fastamp.retrieval import index_file as module
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.index_file import read_index, write_index
-from fastamp.retrieval.indices import INDICES, InvertedLists
+from fastamp.retrieval.indices import INDEX_REGISTRY, InvertedLists
 from fastamp.retrieval.npz import read_array, write_arrays
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -41,7 +41,7 @@ def test_file_with_matching_metadata_loads(tmp_path):
     """Negative control for test_file_with_mismatching_metadata_raises."""
     for kind in KINDS:
         index = read(rebuilt(tmp_path / "a.index", FILES / f"{kind}.index", kind=np.array(kind)))
-        assert isinstance(index, INDICES[kind]) and index.faiss.ntotal == len(FEATURES)
+        assert isinstance(index, INDEX_REGISTRY.get(kind)) and index.faiss.ntotal == len(FEATURES)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from fastamp.data.build import build_dataset
 from fastamp.inference.extract import extract
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.gallery import Conditions
-from fastamp.retrieval.indices import choose_kind
+from fastamp.retrieval.indices import ProductCodes, choose_kind
 from fastamp.retrieval.npz import write_arrays
 from fastamp.retrieval.open_gallery import open_gallery, with_index
 from fastamp.retrieval.search import search
@@ -49,7 +49,7 @@ def test_every_kind_of_index_finds_nearest_neighbors(tmp_path, metric):
     else:
         scores = torch.cdist(sought, features, compute_mode="donot_use_mm_for_euclid_dist")
     expected, rows = scores.topk(10, largest=metric == "cosine")
-    for kind in INDEX_KINDS:
+    for kind in (*INDEX_KINDS, ProductCodes.kind):
         gallery = with_index(extraction, tmp_path / f"{kind}.index", kind)
         assert (gallery.kind, gallery.model.metric, len(gallery), gallery.model.width) == (kind, metric, 1500, 24)
         assert (gallery.recall is None) if kind == "flat" else gallery.recall >= 0.95

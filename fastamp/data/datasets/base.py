@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from tabulate import tabulate
@@ -21,7 +21,22 @@ from fastamp.utils.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-DATASET_REGISTRY = Registry("DATASETS.NAMES", replaces_built_in=True)
+
+class RegisteredDataset(Protocol):
+    """Class of a dataset, or function with an argument ``root`` that builds one; see ``ImageDataset``.
+
+    Attributes:
+        folder: folder of the dataset in the data root. Default "": unknown.
+    """
+
+    dataset_name: str = ""
+    identities_of: str = ""
+    evaluator: str = ""
+    protocols: ClassVar[tuple[str, ...]] = ()
+    folder: str = ""
+
+
+DATASET_REGISTRY = Registry("DATASETS.NAMES", replaces_built_in=True, contract=RegisteredDataset)
 
 ROOT_VARIABLES = ("FASTAMP_DATASETS", "FASTREID_DATASETS")
 ROOT_FIX = f"move the data there, or set {ROOT_VARIABLES[0]} to the folder that contains it"
@@ -155,6 +170,11 @@ class ImageDataset:
         missing = [Path(path) for path in paths if not Path(path).exists()]
         if missing:
             raise missing_dataset_error(type(self).__name__, missing, fix=ROOT_FIX)
+
+    def split(self, name: str) -> Sequence[ImageItem]:
+        """Return the images of ``"train"``, ``"query"`` or ``"gallery"``."""
+        items: Sequence[ImageItem] = getattr(self, name)
+        return items
 
     def _split(self, split: str) -> Sequence[ImageItem]:
         if split not in self._items:

@@ -32,7 +32,7 @@ def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, f
     hint = ""
     if folder and all(path.is_relative_to(root / folder) for path in needed):
         components = (DATASET_REGISTRY.get(name) for name in DATASET_REGISTRY)
-        other_folders = {getattr(component, "folder", "") for component in components} - {folder}
+        other_folders = {component.folder for component in components} - {folder}
         below = [path.relative_to(root / folder) for path in needed]
         hint = path_hint(root, folder, below, (name,), other_folders)
     expected = "\n".join(f"    {line}" for line in tree.strip().splitlines())

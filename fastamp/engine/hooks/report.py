@@ -1,7 +1,9 @@
 """Hook that writes the training report."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+from PIL import Image
 
 from fastamp.engine.hooks.base import HookBase, Priority
 from fastamp.engine.reporting import write_training_report
@@ -9,12 +11,20 @@ from fastamp.report import Run, rank_list_image
 from fastamp.report.cluster_page import sheet_image
 
 
+@runtime_checkable
+class ImageWriter(Protocol):
+    """Writer that shows images."""
+
+    def write_image(self, iteration: int, name: str, image: Image.Image) -> None:
+        """Write an image of an iteration."""
+
+
 class ReportHook(HookBase):
     """Write ``report.html`` after each evaluation. Register this hook after the hooks that save checkpoints.
 
     Args:
         run: returns the data of the last evaluation, or None if its report has already been written.
-        writers: those with a method ``write_image`` receive the images of the worst queries of each test set, and of
+        writers: each ``ImageWriter`` receives the images of the worst queries of each test set, and of
             the clusters of the training images. Default: none.
     """
 
@@ -30,7 +40,7 @@ class ReportHook(HookBase):
             return
         write_training_report(run)
         iteration = self.trainer.iters_before + self.trainer.iter
-        writers = [writer for writer in self.writers if hasattr(writer, "write_image")]
+        writers = [writer for writer in self.writers if isinstance(writer, ImageWriter)]
         clusters = sheet_image(run.clusters) if run.clusters is not None else None
         for writer in writers if clusters is not None else ():
             writer.write_image(iteration, "clusters", clusters)

@@ -83,7 +83,7 @@ def layers_in_order(module: nn.Module, container: str) -> LayerGroups:
     """
     groups: LayerGroups = []
     for block in module.get_submodule(container).children():
-        for name, part in block.named_children() if hasattr(block, "blocks") else [("", block)]:
+        for name, part in block.named_children() if "blocks" in dict(block.named_children()) else [("", block)]:
             if name == "blocks":
                 groups.extend([child] for child in part.children())
             elif not name:

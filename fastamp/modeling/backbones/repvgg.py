@@ -173,7 +173,7 @@ class RepVGGBlock(nn.Module):
 
 
 def _check_norm(norm: nn.Module) -> None:
-    if getattr(norm, "running_var", None) is None:
+    if "running_var" not in dict(norm.named_buffers()):
         raise ConfigError(
             f"RepVGG's deploy form requires batch norm, but MODEL.BACKBONE.NORM selects {type(norm).__name__}.\n"
             "  fix: set MODEL.BACKBONE.NORM to BN, or MODEL.BACKBONE.DEPLOY to False"

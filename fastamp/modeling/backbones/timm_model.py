@@ -2,7 +2,6 @@
 
 import logging
 import math
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -18,6 +17,7 @@ from fastamp.modeling.backbones.position_grid import DEFAULT_STRIDE, factors_lik
 from fastamp.modeling.backbones.timm_vit import (
     MODEL_PREFIX,
     TimmVisionTransformer,
+    convert_by_timm,
     is_plain_vit,
     nearest_grid,
     patch_size_of,
@@ -91,8 +91,8 @@ class TimmBackbone(SideInformation):
         if self.before_head:
             for name in {"head", "classifier", "fc"} & dict(model.named_children()).keys():
                 setattr(model, name, nn.Identity())  # DistributedDataParallel does not support unused parameters
-        self.channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
-        self.has_class_token = getattr(model, "cls_token", None) is not None
+        self.channels_last = _is_channels_last(model)
+        self.has_class_token = "cls_token" in dict(model.named_parameters(recurse=False))
         self.prefix_tokens = getattr(model, "num_prefix_tokens", int(self.has_class_token))
         if cameras or views:
             self._require_swin()
@@ -187,11 +187,11 @@ class TimmBackbone(SideInformation):
         self.note_unused_side_embedding(state, notes)
         if any(key.startswith(MODEL_PREFIX) for key in state):
             return state
-        # timm has one function per model family that resizes position embeddings and converts the authors' names.
-        convert = getattr(sys.modules[type(self.model).__module__], "checkpoint_filter_fn", None)
-        if convert is not None:
-            state = convert(dict(state), self.model)
-        return {MODEL_PREFIX + key: value for key, value in state.items()}
+        return {MODEL_PREFIX + key: value for key, value in convert_by_timm(dict(state), self.model).items()}
+
+
+def _is_channels_last(model: nn.Module) -> bool:
+    return getattr(model, "output_fmt", "NCHW") == "NHWC"  # timm's models have no common base class
 
 
 def build_timm_backbone(cfg: CfgNode, name: str) -> TimmBackbone | TimmVisionTransformer:
@@ -434,7 +434,7 @@ def _unsupported_size(cfg: CfgNode, name: str, probe: nn.Module, error: Exceptio
 
 def _change_size(key: str, model: nn.Module) -> str:
     """Describe how to change the size of the images to that in timm's config of the model."""
-    size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+    size = (model.pretrained_cfg or {}).get("input_size")
     return f"change {key}, e.g. to {tuple(size[1:])}, its training size" if size else f"change {key}"
 
 
@@ -454,7 +454,7 @@ def _map_width_before_head(model: nn.Module, channels: int, size: tuple[int, int
     is_map = isinstance(features, torch.Tensor) and features.dim() == 4
     if not is_map:
         return 0
-    return features.shape[3 if getattr(model, "output_fmt", "NCHW") == "NHWC" else 1]
+    return features.shape[3 if _is_channels_last(model) else 1]
 
 
 def _grid_like(patches: int, size: tuple[int, int]) -> tuple[int, int] | None:
@@ -469,7 +469,7 @@ def _grid_like(patches: int, size: tuple[int, int]) -> tuple[int, int] | None:
 
 def _log_pixel_statistics(cfg: CfgNode, name: str, model: nn.Module) -> None:
     """Log the mean and standard deviation with which the weights were trained, if the config has others."""
-    pretrained = getattr(model, "pretrained_cfg", None) or {}
+    pretrained = model.pretrained_cfg or {}
     for key, values in (("PIXEL_MEAN", pretrained.get("mean")), ("PIXEL_STD", pretrained.get("std"))):
         if values is None or len(values) != len(cfg.MODEL[key]):
             continue

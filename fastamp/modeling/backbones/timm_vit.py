@@ -237,8 +237,7 @@ class TimmVisionTransformer(TokenBackbone):
         for key in ("pos_embed", "patch_embed.proj.weight"):
             if key in state and (key == "pos_embed" or state[key].dim() == 4):
                 kept[key] = state.pop(key)
-        convert = getattr(sys.modules[type(self.model).__module__], "checkpoint_filter_fn", None)
-        return (state if convert is None else convert(state, self.model)) | kept
+        return convert_by_timm(state, self.model) | kept
 
     def _resize_positions(self, positions: torch.Tensor, trunk: State, notes: list[str]) -> torch.Tensor:
         """Resize a position embedding to the grid of this model by bicubic interpolation with antialiasing."""
@@ -253,6 +252,12 @@ class TimmVisionTransformer(TokenBackbone):
         if grid == self.grid:
             return positions
         return resample_abs_pos_embed(positions, new_size=[*self.grid], old_size=[*grid], num_prefix_tokens=prefix)
+
+
+def convert_by_timm(state: State, model: nn.Module) -> State:
+    """Convert the authors' names and resize position embeddings, by the function of timm's model family, if any."""
+    convert = vars(sys.modules[type(model).__module__]).get("checkpoint_filter_fn")
+    return state if convert is None else convert(state, model)
 
 
 class TimmLastBlock(nn.Module):

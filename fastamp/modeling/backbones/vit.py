@@ -289,8 +289,9 @@ class VisionTransformer(TokenBackbone):
 
     def _init_weights(self) -> None:
         names = ("cls_token", "part_token", "pos_embed")
-        for embedding in (getattr(self, name) for name in names if hasattr(self, name)):
-            nn.init.trunc_normal_(embedding, std=0.02)
+        for name, parameter in self.named_parameters(recurse=False):
+            if name in names:
+                nn.init.trunc_normal_(parameter, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)

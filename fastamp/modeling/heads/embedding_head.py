@@ -9,6 +9,7 @@ from fastamp.amp import force_fp32
 from fastamp.config import CfgNode
 from fastamp.contracts import Head
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, PartialFC, build_norm, pooled_width
+from fastamp.layers.pooling import GeneralizedMeanPooling
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.temporal_pool import TEMPORAL_POOLS
 from fastamp.utils.errors import ConfigError, WeightsError
@@ -18,9 +19,9 @@ _EXPONENT_TOLERANCE = 1e-3  # learned exponents nearer to the fixed one give the
 
 
 def classifier_options(cfg: CfgNode) -> dict[str, Any]:
-    """Return the options of ``MODEL.HEADS.CLS_LAYER`` besides scale and margin; {} if the class declares none."""
-    layer = CLS_LAYER_REGISTRY.get(cfg.MODEL.HEADS.CLS_LAYER)
-    return layer.further_options(cfg) if hasattr(layer, "further_options") else {}
+    """Return the options of ``MODEL.HEADS.CLS_LAYER`` besides scale and margin."""
+    options: dict[str, Any] = CLS_LAYER_REGISTRY.get(cfg.MODEL.HEADS.CLS_LAYER).further_options(cfg)
+    return options
 
 
 def partial_fc_options(cfg: CfgNode) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class EmbeddingHead(nn.Module, Head):
         self._make_neck(self.pooled_dim, embedding_dim, with_bnneck, norm)
         self.feature_dim = embedding_dim or self.pooled_dim
         self.cls_layer = CLS_LAYER_REGISTRY.get(cls_layer)(scale=scale, margin=margin, **(cls_options or {}))
-        centers = getattr(self.cls_layer, "centers", 1)
+        centers = self.cls_layer.centers
         self.partial_fc, self.row_shards, rows = None, {}, num_classes * centers
         if sample_rate is not None:
             self.partial_fc = PartialFC(
@@ -305,8 +306,11 @@ class EmbeddingHead(nn.Module, Head):
 
     def _check_exponent(self, state: dict[str, torch.Tensor]) -> None:
         """Raise WeightsError if the exponent of the pooling is fixed, but another one was learned."""
-        fixed, learned = getattr(self.pool_layer, "p", None), state.get("pool_layer.p")
-        if learned is None or not isinstance(fixed, float | int) or learned.numel() != 1:
+        learned = state.get("pool_layer.p")
+        if learned is None or not isinstance(self.pool_layer, GeneralizedMeanPooling) or learned.numel() != 1:
+            return
+        fixed = self.pool_layer.p
+        if not isinstance(fixed, float | int):
             return
         if abs(learned.item() - fixed) > _EXPONENT_TOLERANCE:
             raise WeightsError(

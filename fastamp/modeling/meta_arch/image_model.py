@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -111,7 +112,9 @@ class ImageModel(nn.Module, Model):
             )
         images, channels = batch["images"], self.pixel_mean.shape[1]
         if not isinstance(images, torch.Tensor) or images.dim() != 4 or images.shape[1] != channels:
-            description = tuple(images.shape) if hasattr(images, "shape") else type(images).__name__
+            description = (
+                tuple(images.shape) if isinstance(images, torch.Tensor | np.ndarray) else type(images).__name__
+            )
             raise ValueError(
                 f"images: expected a tensor (B, {channels}, H, W) in 0..255, got {description}.\n"
                 "  fix: pass images[None] for a single image, or images.permute(0, 3, 1, 2) for images (B, H, W, C)"

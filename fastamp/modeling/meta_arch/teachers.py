@@ -9,6 +9,7 @@ from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
 from fastamp.config import CfgNode, get_cfg
 from fastamp.config.defaults import KEYS
+from fastamp.contracts import Teacher
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY, build_model
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
 from fastamp.utils.files import expand
@@ -45,7 +46,7 @@ def _build_teacher(cfg: CfgNode, config_file: str, weights_file: str) -> nn.Modu
                 "  fix: train the teacher first, or set KD.MODEL_CONFIG to the config.yaml in the folder of its run"
             ) from error
         raise ConfigError(f"KD.MODEL_CONFIG {config_file!r}: {error}") from error
-    if not hasattr(teacher, "class_logits"):
+    if not isinstance(teacher, Teacher):
         raise ConfigError(
             f"KD.MODEL_CONFIG {config_file!r}: {type(teacher).__name__} cannot be a teacher, because it has no method "
             "class_logits.\n  fix: choose a teacher whose MODEL.META_ARCHITECTURE defines class_logits, e.g. Baseline"
@@ -90,8 +91,8 @@ def _teacher_config(cfg: CfgNode, path: str) -> Any:
     teacher.MODEL.CHANNELS_LAST, teacher.MODEL.COMPILE = cfg.MODEL.CHANNELS_LAST, cfg.MODEL.COMPILE
     teacher.SOLVER.AMP.ENABLED, teacher.SOLVER.AMP.DTYPE = cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE
     teacher.MODEL.BACKBONE.PRETRAIN = False  # overwritten by the weights file
-    architecture = META_ARCH_REGISTRY.get(teacher.MODEL.META_ARCHITECTURE)
-    teacher.MODEL.META_ARCHITECTURE = getattr(architecture, "teaches_as", "") or teacher.MODEL.META_ARCHITECTURE
+    name = teacher.MODEL.META_ARCHITECTURE
+    teacher.MODEL.META_ARCHITECTURE = META_ARCH_REGISTRY.get(name).teaches_as or name
     teacher.KD = get_cfg().KD  # the teacher needs no teachers
     teacher.MODEL.LOSSES.NAME = ()  # nor losses, whose parameters may be missing in the file
     for norm in (teacher.MODEL.BACKBONE, teacher.MODEL.HEADS):
