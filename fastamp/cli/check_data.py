@@ -29,7 +29,7 @@ from fastamp.utils.terminal_text import sanitize_terminal_text
 if TYPE_CHECKING:
     from fastamp.config import CfgNode
     from fastamp.data.datasets.base import ImageDataset
-    from fastamp.diagnostics.data_check import Report
+    from fastamp.diagnostics.findings import Report
 
 _BAR = 40
 _MAX_EXAMPLES = 5
@@ -167,7 +167,8 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
     """Print the report on one dataset and write the contact sheet to ``folder``; return True if it has errors."""
     from fastamp.data.build import build_dataset, find_training_problems
     from fastamp.data.contact_sheet import contact_sheet
-    from fastamp.diagnostics.data_check import check_dataset, write_clean
+    from fastamp.diagnostics.clean_dataset import write_clean
+    from fastamp.diagnostics.data_check import check_dataset
     from fastamp.evaluation import Protocol
 
     with dataset_argument("dataset"):

@@ -243,6 +243,7 @@ def _rows(
     in which -1 is a missing value.
     """
     from fastamp.retrieval.columns import VALUE_PREFIX
+    from fastamp.utils.missing import MISSING
 
     columns, images = {"score": result.scores}, result.images
     if result.decision is not None:
@@ -260,7 +261,7 @@ def _rows(
     columns |= {key: images.further[name] for name, key in column_keys.items()}
     values = {name: column[query].tolist() for name, column in columns.items()}
     for name in ("pid", "camid", *(column_keys[name] for name in has_missing if name in column_keys)):
-        values[name] = [None if value == -1 else value for value in values[name]]
+        values[name] = [None if value == MISSING else value for value in values[name]]
     for name in column_keys.values():
         values[name] = [None if value == "" or value != value else value for value in values[name]]
     return [

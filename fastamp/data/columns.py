@@ -30,6 +30,7 @@ import torch
 from fastamp.config import Key
 from fastamp.data.datasets.items import Column, PackedItems
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
+from fastamp.utils.missing import MISSING, is_missing
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def integers_of(name: str, columns: Mapping[str, Any], key: str, title: str) -> 
     values = columns[name]
     if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind != "i":
         raise ConfigError(f"{key}: the column {name!r} of {title} must be integer or text.\n  fix: choose another one")
-    if len(values) and (values == -1).all():
+    if len(values) and is_missing(values).all():
         raise ConfigError(f"{key}: the column {name!r} of {title} has no values.\n  fix: choose another one")
     return values
 
@@ -161,7 +162,7 @@ def to_array(column: Column) -> np.ndarray:
     present = [value for value in values if not _is_missing(value)]
     kind = _type_of(present)
     if kind == "integer":
-        return np.array([-1 if _is_missing(value) else value for value in values], dtype=np.int64)[inverse]
+        return np.array([MISSING if _is_missing(value) else value for value in values], dtype=np.int64)[inverse]
     if kind == "float":
         return np.array([np.nan if _is_missing(value) else value for value in values], dtype=np.float64)[inverse]
     if kind == "list":
@@ -234,7 +235,7 @@ def _encode(name: str, column: Column, listed: Sequence[Any] | None, *, title: s
                 f"{title}: the column {name!r} has missing values, which are encoded as -1, and negative values "
                 f"such as {min(present)}.\n  fix: fill in the missing values, or use text"
             )
-        numbers = np.array([-1 if _is_missing(value) else value for value in values], np.int64)
+        numbers = np.array([MISSING if _is_missing(value) else value for value in values], np.int64)
         return EncodedColumn(numbers[inverse], () if len(present) < len(values) else None)
     if kind == "float":
         return _encode_floats(name, values, inverse, title)
@@ -255,7 +256,7 @@ def _encode_text(
             "  fix: add these values, or set an empty list to number the values of the training set"
         )
     numbers = {text: number for number, text in enumerate(listed)} | unlisted
-    codes = np.array([-1 if _is_missing(value) else numbers[str(value)] for value in values], dtype=np.int64)
+    codes = np.array([MISSING if _is_missing(value) else numbers[str(value)] for value in values], dtype=np.int64)
     return EncodedColumn(codes[inverse], tuple(numbers))
 
 

@@ -1,18 +1,16 @@
 """Check datasets for unreadable images, conflicting labels, duplicates across splits and queries without a match."""
 
 import logging
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from fastamp.data.columns import cell_text, encode_columns, rankable_columns, summarize_columns
+from fastamp.data.columns import summarize_columns
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
-from fastamp.data.datasets.csv_table import DATABASE, SPLITS
+from fastamp.data.datasets.csv_table import SPLITS
 from fastamp.data.datasets.custom import (
     CsvDataset,
     describe_invalid_lines,
@@ -24,11 +22,10 @@ from fastamp.data.image_summary import ImageSummary, inspect_image
 from fastamp.data.jpeg_warnings import decoding_pool, read_all
 from fastamp.data.near_duplicates import Fingerprint, NearestImages
 from fastamp.data.training_images import LEAK_FIX, leaked_identities
-from fastamp.evaluation import Identities, Protocol
+from fastamp.diagnostics.findings import Finding, Report, Row, findings
+from fastamp.diagnostics.test_labels import JUNK, NO_IMAGE, find_matchless, find_test_problem
+from fastamp.evaluation import Protocol
 from fastamp.evaluation.identities import SAME_CAMERA
-from fastamp.evaluation.protocol import check_columns, check_evaluable, count_matches
-from fastamp.utils.errors import DataError, NoMatchError, writing
-from fastamp.utils.files import write_csv
 from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
 
@@ -37,52 +34,6 @@ logger = logging.getLogger(__name__)
 # Pairs from which the threshold of near-duplicates is estimated.
 _SAMPLED_PAIRS = 20_000
 _AT_ONCE = 64
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Problem found in a dataset.
-
-    Attributes:
-        fault: short description of the problem.
-        examples: the occurrences, one line each; occurrences of the same problem may share a line.
-        count: number of occurrences.
-        is_error: True if the problem makes results wrong, False for a warning.
-        fix: what to change.
-        excluded: ``(split, row)`` of the images that ``write_clean`` excludes.
-    """
-
-    fault: str
-    examples: list[str]
-    count: int
-    is_error: bool = True
-    fix: str = ""
-    excluded: frozenset[tuple[str, int]] = frozenset()
-
-
-@dataclass
-class Report:
-    """Result of ``check_dataset``.
-
-    Attributes:
-        rows: ``(split, images, identities, cameras)`` for each split that is not empty; the last three are counts.
-        columns: ``(name, type, number of distinct values, number of missing values, examples)`` for each column of the
-            images of all splits.
-        findings: problems, errors first.
-        sizes: (width, height) -> number of images.
-        notes: how a random split was drawn, and how near-duplicates were found.
-    """
-
-    rows: list[tuple[str, int, int, int]]
-    findings: list[Finding] = field(default_factory=list)
-    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
-    columns: list[tuple[str, str, int, int, str]] = field(default_factory=list)
-
-    @property
-    def has_errors(self) -> bool:
-        """True if at least one finding is an error."""
-        return any(finding.is_error for finding in self.findings)
 
 
 def check_dataset(
@@ -141,152 +92,14 @@ def check_dataset(
         *checked.find_conflicting_labels(),
         *checked.find_rare_identities(),
         *checked.find_missing_splits(),
-        *_findings(
+        *findings(
             "problems that would stop a run",
-            [*training_problems, *_find_test_problem(dataset, splits, protocol)],
+            [*training_problems, *find_test_problem(dataset, splits, protocol)],
             is_error=False,
         ),
     ]
     report.findings.sort(key=lambda finding: not finding.is_error)
     return report
-
-
-def write_clean(
-    dataset: ImageDataset, report: Report, path: Path, *, protocol: Protocol | None = None
-) -> tuple[int, int]:
-    """Write a CSV file with the images of a dataset, without those that ``report`` excludes.
-
-    The file has the columns of ``CsvDataset``, and the further columns of the dataset.
-    A random split is written as the column ``split``. If it ignores the cameras, because all test images are from one
-    camera, the column ``camid`` is omitted with a warning, unless the protocol ignores cameras, too. Queries without a
-    match in the remaining gallery are excluded.
-
-    Args:
-        dataset: dataset to write.
-        report: result of ``check_dataset``.
-        path: CSV file to write. Paths below its folder are written relative to it.
-        protocol: see ``check_dataset``.
-
-    Returns:
-        ``(number of images in the file, number of excluded images)``.
-
-    Raises:
-        DataError: if no images remain.
-        WriteError: if the file cannot be written.
-    """
-    protocol = protocol or Protocol()
-    excluded = {image for finding in report.findings for image in finding.excluded}
-    kept = {
-        split: [(row, item) for row, item in enumerate(getattr(dataset, split)) if (split, row) not in excluded]
-        for split in SPLITS
-    }
-    table = dataset if isinstance(dataset, CsvDataset) else None
-    database = table.database_lines if table else frozenset()
-    total = sum(len(getattr(dataset, split)) for split in SPLITS) - len(database)
-    queries, gallery = ([item for _, item in kept[split]] for split in ("query", "gallery"))
-    matchless = _find_matchless(dataset, queries, gallery, protocol)
-    if not protocol.rule.open_set:
-        kept["query"] = [row for row, fault in zip(kept["query"], matchless, strict=True) if not fault]
-    if not any(kept.values()):
-        raise DataError(f"{dataset.title}: no images remain without the images of the findings.\n  fix: add images")
-    extra_names, extra_values = table.further_columns() if table else (_column_names(kept), {})
-    has_cameras = _writes_cameras(dataset, {split: [item for _, item in kept[split]] for split in SPLITS}, protocol)
-    has_boxes = any(item.box is not None for items in kept.values() for _, item in items)
-    folder = os.path.abspath(path.parent)
-    lines: list[tuple[int, list[object]]] = []
-    for split, items in kept.items():
-        for row, item in items:
-            number = table.line(split, row) if table else len(lines)
-            image = os.path.abspath(item.path)
-            if os.path.commonpath((folder, image)) == folder:
-                image = os.path.relpath(image, folder)
-            if number in database:
-                if split == "gallery":  # written with the training images
-                    continue
-                split = DATABASE
-            values = [image, dataset.identity(item.pid), split]
-            values += [dataset.camera(item.camid)] if has_cameras else []
-            values += (item.box or ("",) * 4) if has_boxes else []
-            columns = item.columns or {}
-            extra = extra_values.get(number, ()) if table else [cell_text(columns.get(name)) for name in extra_names]
-            lines.append((number, [*values, *extra]))
-    header = ["path", "pid", "split", *["camid"] * has_cameras, *["x0", "y0", "x1", "y1"] * has_boxes, *extra_names]
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_csv(path, [header, *(values for _, values in sorted(lines, key=lambda line: line[0]))])
-    return len(lines), total - len(lines)
-
-
-def _column_names(kept: dict[str, list[tuple[int, ImageItem]]]) -> list[str]:
-    return list(dict.fromkeys(name for items in kept.values() for _, item in items for name in item.columns or ()))
-
-
-def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], protocol: Protocol) -> bool:
-    """Decide whether the clean file has a column camid, and log a warning if the cameras of the dataset are dropped.
-
-    A random split ignores the cameras if all test images are from one camera. In a file with the columns split and
-    camid, these images would be excluded from the evaluation.
-    """
-    if getattr(dataset, "has_cameras", True):
-        return True
-    if not all(dataset.camera(item.camid) for split_items in items.values() for item in split_items):
-        return False  # the dataset has no cameras
-    named = {split: {(item.pid, dataset.camera(item.camid)) for item in items[split]} for split in ("query", "gallery")}
-    if not protocol.rule.uses_cameras or named["query"].isdisjoint(named["gallery"]):
-        return True
-    logger.warning(
-        "%s: the clean file has no column camid, because all test images are from the camera %s: with cameras, no "
-        "query would have a match\n"
-        "  fix: to keep the cameras, set TEST.PROTOCOL to no_camera, or draw other test identities with "
-        "DATASETS.FOLDER.SEED",
-        dataset.title,
-        dataset.camera(items["gallery"][0].camid),
-    )
-    return False
-
-
-_NO_IMAGE, _JUNK = "no image", "junk"
-
-
-def _labels(dataset: ImageDataset, queries: Sequence[ImageItem], gallery: Sequence[ImageItem]) -> Identities:
-    """Return the labels of the test images; identities and cameras that are texts are numbered.
-
-    Raises:
-        DataError: if the values of a column cannot be encoded.
-    """
-    items = PackedItems.of([*queries, *gallery])
-    columns = encode_columns(items.columns, title=dataset.title, training=False)
-    names = {name: column.names for name, column in columns.items() if column.names is not None}
-    return Identities.split(len(queries), items.pids.codes, items.camids.codes, rankable_columns(columns), names)
-
-
-def _find_matchless(
-    dataset: ImageDataset, queries: Sequence[ImageItem], gallery: Sequence[ImageItem], protocol: Protocol
-) -> list[str]:
-    """Find queries without a match; none if the dataset lacks a column that the protocol needs.
-
-    Returns:
-        For each query ``_NO_IMAGE``, ``_JUNK`` if all images of its identity are junk, or "" if it has a match.
-    """
-    rule = protocol.rule
-    try:
-        identities = _labels(dataset, queries, gallery)
-        check_columns(identities.columns, protocol)
-    except DataError:  # reported by ``_find_test_problem``
-        return [""] * len(queries)
-    if not queries:
-        return []
-    ranked = rule.arrange(identities)
-    matched = np.concatenate([counts > 0 for counts in count_matches(identities, rule)])
-    if rule.all_images and "query" in rule.draws:  # an identity with one image is always in the gallery
-        matched |= matched.any()
-    pids, images = np.unique(ranked.gallery_pids, return_counts=True)
-    several = pids[images > rule.all_images]
-    known = np.isin(identities.query_pids, several)
-    return [
-        "" if match else _JUNK if is_known else _NO_IMAGE
-        for match, is_known in zip(matched[: len(queries)].tolist(), known.tolist(), strict=True)
-    ]
 
 
 def _find_unpublished_counts(dataset: ImageDataset, rows: Sequence[tuple[str, int, int, int]]) -> Iterable[Finding]:
@@ -298,7 +111,7 @@ def _find_unpublished_counts(dataset: ImageDataset, rows: Sequence[tuple[str, in
             different.append(f"{split}: {plural(images, 'image')}, {published[0]} published")
         if published[1] not in (0, identities):
             different.append(f"{split}: {plural(identities, 'identity', 'identities')}, {published[1]} published")
-    yield from _findings(
+    yield from findings(
         "numbers of images or identities other than the published ones",
         different,
         is_error=False,
@@ -309,27 +122,12 @@ def _find_unpublished_counts(dataset: ImageDataset, rows: Sequence[tuple[str, in
 def _find_other_protocol(dataset: ImageDataset, protocol: Protocol) -> Iterable[Finding]:
     """Find a protocol under which no results of the dataset are published."""
     if dataset.protocols and protocol.rule.name not in dataset.protocols:
-        yield from _findings(
+        yield from findings(
             "a protocol that differs from the published ones",
             [f"TEST.PROTOCOL is {protocol.rule.name}; published: {', '.join(dataset.protocols)}"],
             is_error=False,
             fix=f"set TEST.PROTOCOL to {dataset.protocols[0]}",
         )
-
-
-def _find_test_problem(
-    dataset: ImageDataset, splits: Mapping[str, Sequence[ImageItem]], protocol: Protocol
-) -> Iterator[str]:
-    """Yield the problem that prevents an evaluation of the test set, except for missing splits and matches."""
-    queries, gallery = (splits.get(split, ()) for split in ("query", "gallery"))
-    if not queries or not (gallery or protocol.rule.all_images):
-        return
-    try:
-        check_evaluable(_labels(dataset, queries, gallery), protocol)
-    except NoMatchError:
-        return
-    except DataError as error:
-        yield str(error)
 
 
 def _find_invalid_lines(dataset: ImageDataset) -> Iterable[Finding]:
@@ -340,9 +138,6 @@ def _find_invalid_lines(dataset: ImageDataset) -> Iterable[Finding]:
             len(dataset.invalid_lines),
             fix="correct these lines; --write-clean OUT.csv excludes them",
         )
-
-
-Row = tuple[str, int]
 
 
 @dataclass
@@ -378,7 +173,7 @@ class _CheckedDataset:
     def find_unreadable(self) -> Iterable[Finding]:
         """Find images that cannot be read."""
         bad = [(row, summary.fault) for row, _, summary in self.rows() if summary.fault]
-        yield from _findings(
+        yield from findings(
             "unreadable images",
             list(dict.fromkeys(f"{self.label(row)}: {fault}" for row, fault in bad)),
             fix=f"{path_fix(self._item(row).path for row, _ in bad)}; --write-clean OUT.csv excludes the files",
@@ -388,7 +183,7 @@ class _CheckedDataset:
     def find_damaged(self, damaged: Mapping[str, str]) -> Iterable[Finding]:
         """Report the JPEG files that are damaged in part, but are decoded: path -> warning."""
         files = {item.path: row for row, item, summary in self.rows() if not summary.fault and item.path in damaged}
-        yield from _findings(
+        yield from findings(
             "images that are damaged in part",
             [f"{self.label(row)}: {damaged[path]}" for path, row in files.items()],
             is_error=False,
@@ -401,7 +196,7 @@ class _CheckedDataset:
         if self.protocol.rule.closed_set:
             return
         shared = leaked_identities(self.dataset)
-        yield from _findings(
+        yield from findings(
             "identities in both training and test",
             sorted(shared),
             fix=LEAK_FIX,
@@ -410,23 +205,23 @@ class _CheckedDataset:
 
     def find_unmatched_queries(self) -> Iterable[Finding]:
         """Find queries without a match: without an image of their identity, or only with junk."""
-        matchless = _find_matchless(
+        matchless = find_matchless(
             self.dataset, self.splits.get("query", ()), self.splits.get("gallery", ()), self.protocol
         )
         unmatched, junk = (
             [("query", row) for row, query_fault in enumerate(matchless) if query_fault == fault]
-            for fault in (_NO_IMAGE, _JUNK)
+            for fault in (NO_IMAGE, JUNK)
         )
         rule = self.protocol.rule
         open_set = rule.open_set
-        yield from _findings(
+        yield from findings(
             "queries without a gallery image of their identity",
             [self.label(row, pid=True) for row in unmatched],
             is_error=not open_set,
             fix="" if open_set else "add gallery images of these identities, or remove the queries",
             excluded=() if open_set else unmatched,
         )
-        yield from _findings(
+        yield from findings(
             "queries whose only matches are from the same camera"
             if rule.junk is SAME_CAMERA
             else f"queries whose only matches are junk of TEST.PROTOCOL={rule.name}",
@@ -457,7 +252,7 @@ class _CheckedDataset:
                     and not self._is_same_tracklet(by_digest[digest], row)
                 ]
                 digests = {self._summary(row).digest for _, row in same}
-                yield from _findings(
+                yield from findings(
                     f"images in both {first} and {second}",
                     [f"{self.label(one, pid=True)} = {self.label(other, pid=True)}" for one, other in same],
                     fix="remove the repetitions, or correct the identities"
@@ -477,7 +272,7 @@ class _CheckedDataset:
                 )
                 if search.note:
                     notes.append(f"images of {first} and {second} are similar: {search.note}")
-                yield from _findings(
+                yield from findings(
                     f"near-duplicates between {first} and {second}",
                     [
                         f"{' ~ '.join(self.label(row, pid=True) for row in pair)}: {search.describe(distance)}"
@@ -541,13 +336,13 @@ class _CheckedDataset:
             copies = [same for same in by_digest.values() if len(same) > 1]
             two = [same for same in copies if len({self._item(row).pid for row in same}) > 1]
             rest = [same for same in copies if len({self._item(row).pid for row in same}) == 1]
-            yield from _findings(
+            yield from findings(
                 f"images of {split} listed under several identities",
                 [" = ".join(self.label(row, pid=True) for row in same[:3]) for same in two],
                 fix="correct the identities",
                 excluded=(row for same in two for row in same),
             )
-            yield from _findings(
+            yield from findings(
                 f"images of {split} listed more than once",
                 [" = ".join(map(self.label, same[:3])) for same in rest],
                 is_error=False,
@@ -561,9 +356,9 @@ class _CheckedDataset:
         names = {pid: self.dataset.identity(pid) for pid in counts}
         if len(counts) == 1:
             fix = "add images of other identities"
-            yield from _findings("only one training identity", list(names.values()), fix=fix)
+            yield from findings("only one training identity", list(names.values()), fix=fix)
         singles = [names[pid] for pid, count in counts.items() if count == 1]
-        yield from _findings(
+        yield from findings(
             "identities with a single training image",
             singles,
             is_error=False,
@@ -576,7 +371,7 @@ class _CheckedDataset:
         test = ("query",) if leaves_one_out else ("query", "gallery")
         for names, key in ((("train",), "DATASETS.NAMES"), (test, "DATASETS.TESTS")):
             missing = [name for name in names if name not in self.splits]
-            yield from _findings(
+            yield from findings(
                 f"splits without images, which {key} needs",
                 missing,
                 is_error=False,
@@ -589,10 +384,3 @@ class _CheckedDataset:
     def _summary(self, row: Row) -> ImageSummary:
         item = self._item(row)
         return self.summaries[item.path, item.box]
-
-
-def _findings(
-    fault: str, examples: list[str], *, is_error: bool = True, fix: str = "", excluded: Iterable[Row] = ()
-) -> Iterable[Finding]:
-    if examples:
-        yield Finding(fault, examples, len(examples), is_error, fix, frozenset(excluded))

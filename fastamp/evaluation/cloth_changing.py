@@ -9,10 +9,11 @@ import random
 import numpy as np
 import torch
 
-from fastamp.evaluation.identities import Identities, Junk, Matches, is_missing, same_camera
+from fastamp.evaluation.identities import Identities, Junk, Matches, same_camera
 from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RankingRule
 from fastamp.evaluation.trials import SubGallery, TrialRule, draw_images
 from fastamp.utils.errors import DataError
+from fastamp.utils.missing import is_missing
 
 CLOTHES = "clothes"
 # Seed of PRCC's ten galleries in the program of Gu et al. 2022; one generator draws all of them.
@@ -47,8 +48,8 @@ class ClothesRule(RankingRule):
         Raises:
             DataError: if a query, or a gallery image of a query's identity, has no value in the column.
         """
-        query, gallery = (values.cpu() for values in identities.columns[CLOTHES])
-        is_relevant = torch.isin(identities.gallery_pids.cpu(), identities.query_pids.cpu())
+        query, gallery = (values.cpu().numpy() for values in identities.columns[CLOTHES])
+        is_relevant = torch.isin(identities.gallery_pids, identities.query_pids).cpu().numpy()
         missing = int(is_missing(query).sum()), int((is_missing(gallery) & is_relevant).sum())
         if any(missing):
             raise DataError(

@@ -19,8 +19,6 @@ IMAGE = "<image>"
 Rows = torch.Tensor | np.ndarray | slice
 Values = torch.Tensor | np.ndarray
 
-# Identity that the original Market-1501 evaluation code excludes from the gallery.
-JUNK_PID = -1
 # Maximum number of pairs in memory, about 60 bytes each.
 _MAX_PAIRS = 2**19
 
@@ -116,11 +114,6 @@ def _value_text(value: float, names: Sequence[str] | None) -> str:
     return names[int(value)] if names else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def is_missing(values: torch.Tensor) -> torch.Tensor:
-    """Return True for each missing value of a column: NaN, or -1 in a column of integers or texts."""
-    return values.isnan() if values.is_floating_point() else values == -1
-
-
 @dataclass(frozen=True)
 class Pairs:
     """Matches and junk of B consecutive queries, as int64 indices into their (B, G) distances, sorted by row."""
@@ -177,7 +170,7 @@ class Matches:
     Args:
         identities: identities and cameras of Q queries and G gallery images.
         junk: junk rule; None for no junk.
-        unmatched_pid: identity whose images never match, e.g. ``JUNK_PID``. Default: None.
+        unmatched_pid: identity whose images never match, e.g. ``MISSING``. Default: None.
         excluded: gallery indices of further images that no query ranks. Default: none.
 
     Attributes:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.evaluation.identities import JUNK_PID, SAME_CAMERA, Identities, Junk, Matches
+from fastamp.evaluation.identities import SAME_CAMERA, Identities, Junk, Matches
 from fastamp.layers.distance import pairwise_distance
+from fastamp.utils.missing import MISSING
 
 _QUANTILES = 1001
 # Sampling this many takes less than a second for a test set of any size.
@@ -85,7 +86,7 @@ def sample_pairs(
     random = np.random.default_rng(seed)
     order = random.permutation(len(identities.query_pids))
     shuffled = identities.select(order, slice(None))
-    matches = Matches(shuffled, junk=junk, unmatched_pid=JUNK_PID)
+    matches = Matches(shuffled, junk=junk, unmatched_pid=MISSING)
     columns: list[Any] = []
     queries: list[Any] = []
     for first, last in matches.spans(0, len(order)):

@@ -7,13 +7,14 @@ import numpy as np
 import torch
 
 from fastamp.config import CfgNode
-from fastamp.evaluation.identities import CAMERA, JUNK_PID, SAME_CAMERA, Identities, Matches
+from fastamp.evaluation.identities import CAMERA, SAME_CAMERA, Identities, Matches
 from fastamp.evaluation.neighbors import BACKENDS
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, Market1501, RankingRule
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import check_metric
 from fastamp.utils.errors import ConfigError, DataError, NoMatchError, check_choice, did_you_mean
+from fastamp.utils.missing import MISSING
 
 
 def accept_rate_name(rate: float) -> str:
@@ -185,7 +186,7 @@ def count_matches(identities: Identities, rule: RankingRule) -> Iterator[np.ndar
     Yields:
         (B,) int64, number of matches of the next queries; of all images, if the rule ranks all images.
     """
-    matches = Matches(rule.arrange(identities), junk=rule.junk, unmatched_pid=JUNK_PID if rule.trapezoid else None)
+    matches = Matches(rule.arrange(identities), junk=rule.junk, unmatched_pid=MISSING if rule.trapezoid else None)
     for first, last in matches.spans(0, len(matches.query_pids)):
         yield np.bincount(matches.pairs(first, last).rows, minlength=last - first)
 
@@ -197,7 +198,7 @@ def no_match_error(identities: Identities, rule: RankingRule) -> NoMatchError:
         count = len(identities.query_pids) + len(identities.gallery_pids)
         return NoMatchError(f"none of the {count} images has a match: each identity has only one image.\n  fix: {fix}")
     sides = [set(pids.tolist()) for pids in (identities.query_pids, identities.gallery_pids)]
-    common = sides[0] & sides[1] - ({JUNK_PID} if rule.trapezoid else set())
+    common = sides[0] & sides[1] - ({MISSING} if rule.trapezoid else set())
     none = f"none of the {len(identities.query_pids)} queries has a match in the gallery"
     if not common:
         return NoMatchError(

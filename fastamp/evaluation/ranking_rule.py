@@ -13,9 +13,10 @@ import torch
 
 from fastamp.config import CfgNode
 from fastamp.config.key import Key
-from fastamp.evaluation.identities import JUNK_PID, SAME_CAMERA, Identities, Junk, Matches, Pairs
+from fastamp.evaluation.identities import SAME_CAMERA, Identities, Junk, Matches, Pairs
 from fastamp.evaluation.rank import RankingResult, query_scores, ranks_of_matches
 from fastamp.utils.errors import DataError
+from fastamp.utils.missing import MISSING
 from fastamp.utils.registry import Registry
 
 KEYS = (
@@ -59,7 +60,7 @@ class Ranker:
         trapezoid: bool = False,
         excluded: np.ndarray | None = None,
     ) -> None:
-        unmatched = JUNK_PID if trapezoid else None
+        unmatched = MISSING if trapezoid else None
         self.matches = Matches(identities, junk=junk, unmatched_pid=unmatched, excluded=excluded)
         self.trapezoid = trapezoid
         self.num_gallery = len(self.matches.gallery_pids)

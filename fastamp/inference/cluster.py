@@ -18,6 +18,7 @@ from fastamp.evaluation.clustering import (
 from fastamp.report.cluster_page import write_cluster_page
 from fastamp.retrieval.features import Features
 from fastamp.utils import files
+from fastamp.utils.missing import is_missing
 
 _MOST_TRIED = 20_000
 
@@ -33,7 +34,7 @@ def cluster(
     """
     features = torch.from_numpy(np.array(extraction.matrix)).to(device)
     labels, pids = cluster_features(features, options), extraction.images.pids
-    names = np.where(pids == -1, "", pids.astype(str)) if pids.dtype.kind in "iu" else pids
+    names = np.where(is_missing(pids), "", pids.astype(str)) if pids.dtype.kind in "iu" else pids
     sizes, known = cluster_quality(labels), names != ""
     quality = cluster_quality(labels[known], names[known]) if known.any() else sizes
     counts = {"clusters": sizes.clusters, "outliers": sizes.outliers, "images": sizes.images}

@@ -20,6 +20,7 @@ from fastamp.retrieval.columns import has_missing_integers
 from fastamp.retrieval.features_file import COLUMN_PREFIX
 from fastamp.retrieval.npz import open_arrays, read_array
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean, writing
+from fastamp.utils.missing import MISSING, is_missing
 
 SIDES = ("query", "gallery")
 COLUMNS = ("features", "pids", "camids")
@@ -85,7 +86,7 @@ def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             continue
         rows = np.atleast_1d(file.get(column, np.empty(0)))
         if column == "camids" and rows.dtype.kind in "iu":
-            rows = np.where(rows == -1, -2 - np.arange(len(rows)), rows)
+            rows = np.where(is_missing(rows), -2 - np.arange(len(rows)), rows)
         for side in SIDES:
             chosen = np.flatnonzero(split == side)
             if not len(chosen) or len(rows) != len(split):
@@ -163,8 +164,8 @@ def column_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor,
         dtype = np.float32 if values.dtype.kind == "f" else np.int64
         return torch.from_numpy(values.astype(dtype)), () if has_missing_integers(values) else None
     texts = np.concatenate([array.astype(str) for array in both])
-    names = np.unique(texts[texts != ""])
-    return torch.from_numpy(np.where(texts == "", -1, np.searchsorted(names, texts))), tuple(names.tolist())
+    names = np.unique(texts[~is_missing(texts)])
+    return torch.from_numpy(np.where(is_missing(texts), MISSING, np.searchsorted(names, texts))), tuple(names.tolist())
 
 
 def evaluate(path: str, cfg: CfgNode, *, per_query: str | None = None, as_json: bool = False) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from fastamp.utils.missing import MISSING, is_missing
+
 VALUE_PREFIX = "probability."
 """Prefix of the columns with the values of a model's outputs, e.g. ``probability.hat``; see ``PredictorOutput``."""
 
@@ -52,9 +54,9 @@ OWN_COLUMNS = tuple(column.name for column in fields(ImageColumns) if column.nam
 
 def is_unknown(labels: np.ndarray) -> bool:
     """Return True if the identities or cameras of all images are unknown, i.e. -1."""
-    return labels.dtype.kind in "iu" and bool((labels == -1).all())
+    return labels.dtype.kind in "iu" and bool(is_missing(labels).all())
 
 
 def has_missing_integers(column: np.ndarray) -> bool:
     """Return True if -1 is a missing value in a further column: its values are integers, the lowest is -1."""
-    return column.dtype.kind in "iu" and len(column) > 0 and int(column.min()) == -1
+    return column.dtype.kind in "iu" and len(column) > 0 and int(column.min()) == MISSING

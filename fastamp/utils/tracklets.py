@@ -2,8 +2,7 @@
 
 import numpy as np
 
-MISSING = -1
-"""Number of a missing value in an integer or text column."""
+from fastamp.utils.missing import is_missing
 
 
 def number_tracklets(tracklets: np.ndarray) -> np.ndarray:
@@ -18,7 +17,7 @@ def number_tracklets(tracklets: np.ndarray) -> np.ndarray:
     """
     if not len(tracklets):
         return tracklets.astype(np.int64)
-    missing = tracklets == MISSING
+    missing = is_missing(tracklets)
     new_numbers = tracklets.max() + 1 + np.arange(len(tracklets))
     _, first, inverse = np.unique(np.where(missing, new_numbers, tracklets), return_index=True, return_inverse=True)
     return first.argsort().argsort()[inverse.reshape(-1)]

@@ -18,7 +18,9 @@ from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset, build_reid_test_loader
 from fastamp.data.contact_sheet import contact_sheet
 from fastamp.data.datasets.custom import CsvDataset
-from fastamp.diagnostics.data_check import Finding, Report, check_dataset, write_clean
+from fastamp.diagnostics.clean_dataset import write_clean
+from fastamp.diagnostics.data_check import check_dataset
+from fastamp.diagnostics.findings import Finding, Report
 from fastamp.evaluation import Protocol
 from fastamp.utils import fonts
 

@@ -36,7 +36,7 @@ def config(folder, name, *options):
 
 @pytest.fixture
 def without_model(monkeypatch):
-    def build_model(cfg):
+    def build_model(*args):
         raise AssertionError("the model is built")
 
     monkeypatch.setattr(DefaultTrainer, "build_model", build_model)
@@ -68,6 +68,25 @@ def test_labels_are_checked_before_the_model_is_built(tmp_path, case, without_mo
     assert len(set(found)) == 1
     report = check_dataset(build_dataset(name, cfg), protocol=Protocol.from_config(cfg))
     assert report.has_errors
+
+
+def test_labels_that_the_rule_cannot_rank_are_errors_before_the_model_is_built(tmp_path, without_model):
+    name = write_set(tmp_path, [*TRAIN, ("query", "x", 1), ("gallery", "x", 2)])
+    file = tmp_path / "set.csv"
+    lines = file.read_text().splitlines()
+    labels = {"clothes": ["", "red"], "red": ["red", "red"], "blue": ["red", "blue"]}
+    errors = {"clothes": DataError, "red": NoMatchError}
+    for case, clothes in labels.items():
+        column = ["clothes", *["red"] * len(TRAIN), *clothes]
+        file.write_text("\n".join(f"{line},{value}" for line, value in zip(lines, column, strict=True)))
+        cfg = config(tmp_path, name, "TEST.PROTOCOL", "cloth_changing")
+        with pytest.raises(errors.get(case, AssertionError)) as error:
+            DefaultTrainer(cfg)
+        assert case == "blue" or "cloth" in str(error.value)
+        report = check_dataset(build_dataset(name, cfg), protocol=Protocol.from_config(cfg))
+        faults = {finding.fault for finding in report.findings}
+        assert ("problems that would stop a run" in faults) == (case == "clothes")
+        assert any("cloth_changing" in fault for fault in faults) == (case == "red")
 
 
 def test_check_data_finds_the_same_leak(tmp_path):
