@@ -63,10 +63,10 @@ def check_dataset(
     """
     protocol = protocol or Protocol()
     splits = {split: items for split in SPLITS if (items := getattr(dataset, split))}
-    report = Report([(split, *count_items(items, dataset)) for split, items in splits.items()])
-    if splits:
-        report.columns += summarize_columns(PackedItems.concat([PackedItems.of(items) for items in splits.values()]))
-    report.notes += [note for note in (dataset.split_note, dataset.excluded_note) if note]
+    rows = [(split, *count_items(items, dataset)) for split, items in splits.items()]
+    packed = [PackedItems.of(items) for items in splits.values()]
+    columns = summarize_columns(PackedItems.concat(packed)) if packed else []
+    notes = [note for note in (dataset.split_note, dataset.excluded_note) if note]
     images = list({(item.path, item.box): item for items in splits.values() for item in items}.values())
     inspect = partial(inspect_image, max_pixels=max_pixels, bit_depth=bit_depth)
     inspected: list[ImageSummary] = []
@@ -78,17 +78,17 @@ def check_dataset(
             inspected += block
             damaged |= {images[start + number].path: warning for number, warning in warnings.items()}
     summaries = {(item.path, item.box): summary for item, summary in zip(images, inspected, strict=True)}
-    report.sizes.update(summary.size for summary in summaries.values() if not summary.fault)
+    sizes = Counter(summary.size for summary in summaries.values() if not summary.fault)
     checked = _CheckedDataset(dataset, splits, summaries, protocol)
-    report.findings += [
+    found = [
         *_find_invalid_lines(dataset),
-        *_find_unpublished_counts(dataset, report.rows),
+        *_find_unpublished_counts(dataset, rows),
         *_find_other_protocol(dataset, protocol),
         *checked.find_unreadable(),
         *checked.find_damaged(damaged),
         *checked.find_shared_identities(),
         *checked.find_unmatched_queries(),
-        *checked.find_duplicates(near_duplicate_bits, report.notes),
+        *checked.find_duplicates(near_duplicate_bits, notes),
         *checked.find_conflicting_labels(),
         *checked.find_rare_identities(),
         *checked.find_missing_splits(),
@@ -98,8 +98,7 @@ def check_dataset(
             is_error=False,
         ),
     ]
-    report.findings.sort(key=lambda finding: not finding.is_error)
-    return report
+    return Report(rows, sorted(found, key=lambda finding: not finding.is_error), sizes, notes, columns)
 
 
 def _find_unpublished_counts(dataset: ImageDataset, rows: Sequence[tuple[str, int, int, int]]) -> Iterable[Finding]:
