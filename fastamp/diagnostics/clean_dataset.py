@@ -9,7 +9,7 @@ from fastamp.data.datasets.base import ImageDataset, ImageItem
 from fastamp.data.datasets.csv_table import DATABASE, SPLITS
 from fastamp.data.datasets.custom import CsvDataset
 from fastamp.diagnostics.findings import Report
-from fastamp.diagnostics.test_labels import find_matchless
+from fastamp.diagnostics.label_check import find_matchless
 from fastamp.evaluation import Protocol
 from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import write_csv

@@ -23,7 +23,7 @@ from fastamp.data.jpeg_warnings import decoding_pool, read_all
 from fastamp.data.near_duplicates import Fingerprint, NearestImages
 from fastamp.data.training_images import LEAK_FIX, leaked_identities
 from fastamp.diagnostics.findings import Finding, Report, Row, findings
-from fastamp.diagnostics.test_labels import JUNK, NO_IMAGE, find_matchless, find_test_problem
+from fastamp.diagnostics.label_check import JUNK, NO_IMAGE, find_matchless, find_test_problem
 from fastamp.evaluation import Protocol
 from fastamp.evaluation.identities import SAME_CAMERA
 from fastamp.utils.plural import plural
