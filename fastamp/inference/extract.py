@@ -30,7 +30,7 @@ from fastamp.retrieval.features_file import read_features, write_features
 from fastamp.retrieval.features_table import SUFFIXES, check_table_format, write_table
 from fastamp.retrieval.model_id import ModelId
 from fastamp.utils.choices import EXTRACTED_SPLITS
-from fastamp.utils.errors import ConfigError, DataError, writing
+from fastamp.utils.errors import ConfigError, DataError, WriteError, writing
 from fastamp.utils.plural import plural
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def check_output(out: str | PathLike[str]) -> Path:
             "existing folder.\n  fix: choose another --output"
         )
     if not os.access(out.parent, os.W_OK):
-        raise ConfigError(
+        raise WriteError(
             f"cannot write the extraction to {out}: the folder is not writable.\n  fix: choose another --output"
         )
     check_table_format(out)

@@ -100,11 +100,6 @@ def _is_current(folder: Path, files: list[str], out: Path, config_hash: str) -> 
 
 def _extract(folder: Path, out: Path, model: "FeatureModel") -> None:
     """Extract the images in a folder to a file."""
-    if not os.access(out.parent, os.W_OK):
-        raise ConfigError(
-            f"cannot write the features of the images in {folder} to {out}: the folder is not writable.\n"
-            "  fix: choose a file in another folder with --index"
-        )
     logger.info("extracting the features of the images in %s to %s, for this and later searches", folder, out)
     try:
         _warn_skipped(model.extract_folder(folder, out))

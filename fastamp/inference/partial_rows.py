@@ -73,17 +73,13 @@ class PartialRows:
         return state if isinstance(state, dict) and {"model", "images"} <= state.keys() else None
 
     def _check_folder(self) -> None:
-        """Raise ConfigError if the path is a link or a file, or the folder contains files, but no state."""
-        problem = ""
-        if self.folder.is_symlink():
-            problem = f"is a link to {real_path(self.folder)}"
-        elif self.folder.exists() and not self.folder.is_dir():
-            problem = "is a file"
-        elif self.folder.is_dir() and self._state() is None:
+        """Raise ConfigError if the path is a link, or the folder contains files, but no state."""
+        problem = f"is a link to {real_path(self.folder)}" if self.folder.is_symlink() else ""
+        if not problem and self.folder.exists() and self._state() is None:
             # An extraction that is killed before it writes the state may leave a lock and a temporary file.
             ignored = {self.folder / LOCK_FILE, *self.folder.glob(_UNFINISHED)}
-            other = next((path.name for path in self.folder.iterdir() if path not in ignored), "")
-            problem = f"contains {other}, but no state of an extraction ({_STATE})" if other else ""
+            others = [path.name for path in self.folder.iterdir() if path not in ignored]
+            problem = f"contains {others[0]}, but no state of an extraction ({_STATE})" if others else ""
         if problem:
             raise ConfigError(
                 f"cannot store the parts of the extraction in {self.folder}: this path {problem}.\n"
@@ -100,12 +96,11 @@ class PartialRows:
                 self.folder,
                 ", ".join(changed),
             )
-        if not changed and self._rows.is_file():
-            with suppress(KeyError, TypeError, ValueError):
-                done, width, unreadable = int(state["done"]), int(state["width"]), dict(state["unreadable"])
-                if self._rows.stat().st_size >= 4 * width * (done - len(unreadable)):
-                    self.done, self.width, self.unreadable = done, width, unreadable
-        if not self.done or self._rows.is_symlink():
+        if not changed:
+            self.done, self.width, self.unreadable = state["done"], state["width"], dict(state["unreadable"])
+        complete = self._rows.is_file() and self._rows.stat().st_size >= 4 * self.width * len(self)
+        if not complete or self._rows.is_symlink():
+            self.done, self.width, self.unreadable = 0, 0, {}
             self._rows.unlink(missing_ok=True)
 
     def append(self, rows: np.ndarray, unreadable: Mapping[int, str]) -> None:
