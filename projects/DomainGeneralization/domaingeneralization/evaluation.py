@@ -11,6 +11,7 @@ from domaingeneralization.matcher import QAConv
 from fastamp.config import CfgNode, Key
 from fastamp.evaluation import EVALUATOR_REGISTRY, Identities, ReidEvaluator, compute_metrics
 from fastamp.evaluation.tracklets import COLUMN as TRACKLET
+from fastamp.feature_pass import evaluation_mode
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
@@ -156,12 +157,8 @@ class MatchingEvaluator(ReidEvaluator):
         blocks = FeatureDistances(
             query_features, gallery_features, metric=protocol.metric, memory_budget_mb=protocol.memory_budget_mb
         )
-        was_training = self._matcher.training
-        self._matcher.eval()
-        try:
+        with evaluation_mode(self._matcher):
             return matched_distances(blocks, self._matcher, self._maps, candidates=self.matching.CANDIDATES)
-        finally:
-            self._matcher.train(was_training)
 
     def evaluate(self) -> dict[str, Any] | None:
         """Compute the metrics; see ``ReidEvaluator.evaluate``.

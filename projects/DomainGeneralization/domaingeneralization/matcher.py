@@ -6,6 +6,7 @@ from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.config import CfgNode, Key
+from fastamp.feature_pass import evaluation_mode
 from fastamp.modeling.losses import LOSS_REGISTRY
 from fastamp.utils.errors import ConfigError
 
@@ -50,13 +51,9 @@ class QAConv(nn.Module):
     @torch.no_grad()
     def all_scores(self, maps: torch.Tensor) -> torch.Tensor:
         """Score all pairs of (N, C, h, w) maps with the stored statistics, in blocks: (N, N) float32."""
-        was_training = self.training
-        self.eval()
-        try:
-            size = max(1, _BLOCK_BYTES // (4 * len(maps) * self.places**2))
+        size = max(1, _BLOCK_BYTES // (4 * len(maps) * self.places**2))
+        with evaluation_mode(self):
             return torch.cat([self(part, maps) for part in maps.split(size)])
-        finally:
-            self.train(was_training)
 
 
 @LOSS_REGISTRY.register()

@@ -12,14 +12,18 @@ from torch.optim import Optimizer
 
 from fastamp.config import CfgNode, Key
 from fastamp.data.dataset import ReidDataset
+from fastamp.data.loader import TestLoader
+from fastamp.data.unaugmented import build_unaugmented_loader
+from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
 from fastamp.evaluation.clustering import cluster_quality
+from fastamp.feature_pass import collect_features
 from fastamp.report import ClusterSheets
 from fastamp.report.cluster_page import cluster_sheets, write_cluster_page
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 from unsupervised.domain_norm import DomainBatchNorm2d
-from unsupervised.extraction import FeatureExtraction
+from unsupervised.extraction import colors_of, pixels_of
 from unsupervised.memory import MemoryLoss
 from unsupervised.pseudo_labels import PseudoLabels
 from unsupervised.sampler import ClusterSampler
@@ -69,7 +73,7 @@ class ClusterTrainer(AMPTrainer):
         self.history: list[dict[str, Any]] = []
         self.targets = self._classes = self.labels
         self._pseudo: PseudoLabels | None = None
-        self._extraction: FeatureExtraction | None = None
+        self._unaugmented: TestLoader | None = None
 
     @classmethod
     def from_config(
@@ -137,10 +141,13 @@ class ClusterTrainer(AMPTrainer):
     def features_of_training_set(self, *, baselines: bool = False) -> list[torch.Tensor]:
         """Compute the features of the training images, on the CPU: of the model and, with ``baselines``, raw pixels and
         color histograms, each (N, D) float32."""
-        if self._extraction is None:
-            self._extraction = FeatureExtraction(self.config, self.data_loader.dataset, self.model.device)
+        if self._unaugmented is None:  # its workers are kept between epochs
+            self._unaugmented = build_unaugmented_loader(self.config, self.data_loader.dataset, self.model.device)
         policy = self.policy.for_evaluation(self.config.SOLVER.AMP.EVAL_DTYPE)
-        return self._extraction(self.model, policy, baselines=baselines)
+        comm.broadcast(self.model.buffers())  # batch-norm statistics differ between ranks
+        columns = {"pixels": pixels_of, "colors": colors_of} if baselines else {}
+        options: dict[str, Any] = {"columns": columns, "title": "extracting", "locate": describe_evaluation}
+        return [*collect_features(self.model, self._unaugmented, policy, **options).values()]
 
     def _cluster(self) -> None:
         """Set the labels, the memory and the history of this epoch.
