@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, default_collate
 
 from fastamp import contracts
 from fastamp.config import CfgNode
-from fastamp.contracts import EpochUser, ListedDataset, Loader, TrainLoader
+from fastamp.contracts import EpochUser, ListedDataset, TrainLoader
 from fastamp.data.build import loading_device
 from fastamp.data.columns import CAMERA
 from fastamp.data.loader import start_worker, worker_count
@@ -85,8 +85,10 @@ class CustomTrainLoader:
             _set_epoch(loader.sampler, number)
             return sampler
 
+        # A list has no attributes; see ``as_train_loader``.
+        dataset = ConcatDataset([loader.dataset]) if isinstance(loader.dataset, list) else loader.dataset
         return cls(
-            loader.dataset,
+            dataset,
             batches,
             iters_per_epoch=max(1, len(loader.dataset) // batch_size),  # type: ignore[arg-type]
             num_workers=loader.num_workers,
@@ -142,13 +144,12 @@ def as_train_loader(loader: Any, cfg: CfgNode) -> TrainLoader:
     Raises:
         ConfigError: if ``loader`` is neither a ``TrainLoader`` nor a ``DataLoader``.
     """
-    if isinstance(loader, Loader):
-        adopt(loader.dataset, contracts.Dataset)
-    if isinstance(loader, TrainLoader):
-        return loader
-    if isinstance(loader, DataLoader):
+    if isinstance(loader, DataLoader) and not isinstance(loader, TrainLoader):
         on_cuda = loading_device(cfg).type == "cuda"
-        return CustomTrainLoader.wrap(loader, batch_size=cfg.SOLVER.IMS_PER_BATCH, pin_memory=on_cuda, seed=cfg.SEED)
+        loader = CustomTrainLoader.wrap(loader, batch_size=cfg.SOLVER.IMS_PER_BATCH, pin_memory=on_cuda, seed=cfg.SEED)
+    if isinstance(loader, TrainLoader):
+        adopt(loader.dataset, contracts.Dataset)
+        return loader
     raise ConfigError(
         f"build_train_loader returned {type(loader).__name__}, which lacks dataset, iters_per_epoch or start_at.\n"
         "  fix: return the result of build_custom_train_loader(cfg, dataset), or a torch.utils.data.DataLoader"

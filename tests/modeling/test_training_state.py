@@ -62,3 +62,7 @@ def test_class_counts_reach_the_modules_from_a_dataset_and_from_one_around_it():
 
 def test_unknown_labels_set_no_class_counts():
     assert counts_of(Unlabeled()) is None
+
+
+def test_a_loader_over_a_list_has_no_labels():
+    assert counts_of([{"targets": 0}, {"targets": 1}]) is None
