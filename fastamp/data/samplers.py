@@ -503,9 +503,7 @@ def build_sampler(cfg: CfgNode, *, columns: Mapping[str, Any], **images: Any) ->
         images: ``labels``, ``camids``, ``sets`` and ``world_size``; see ``EpochSampler``.
     """
     name = cfg.DATALOADER.SAMPLER_TRAIN
-    component = SAMPLER_REGISTRY.get(name)
-    build = component.from_config if isinstance(component, type) else component
-    if "columns" in inspect.signature(build).parameters:
+    if "columns" in inspect.signature(SAMPLER_REGISTRY.builder(name)).parameters:
         images["columns"] = columns
     return adopt(SAMPLER_REGISTRY.build(name, cfg, **images), EpochSampler)
 

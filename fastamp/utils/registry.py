@@ -136,6 +136,13 @@ class Registry:
             )
         return self._components[name]
 
+    def builder(self, name: str) -> Callable[..., Any]:
+        """Return the function ``(cfg, **context)`` that builds the component registered under ``name``."""
+        component = self.get(name)
+        takes_config = getattr(component, "takes_config", False)
+        build: Callable[..., Any] = component if takes_config else getattr(component, "from_config", component)
+        return build
+
     def build(self, name: str, cfg: Any, **context: Any) -> Any:
         """Build the component registered under ``name``.
 
@@ -144,10 +151,7 @@ class Registry:
             cfg: config passed to the component.
             context: additional keyword arguments for the component.
         """
-        component = self.get(name)
-        takes_config = getattr(component, "takes_config", False)
-        build = component if takes_config else getattr(component, "from_config", component)
-        built = build(cfg, **context)
+        component, built = self.get(name), self.builder(name)(cfg, **context)
         if isinstance(built, dict) and isinstance(component, type):
             return component(**built)
         return built

@@ -1,6 +1,7 @@
 """Registration, lookup, and error messages of registries."""
 
 import importlib.util
+import inspect
 import sys
 
 import pytest
@@ -124,6 +125,36 @@ def test_built_in_component_of_other_registries_is_not_replaced(tmp_path, monkey
     registry.register()(type("Market", (), {"__module__": "fastamp.modeling"}))
     with pytest.raises(DuplicateNameError):
         registry.register()(module_class(tmp_path, monkeypatch, "mine"))
+
+
+def test_builder_of_a_component_is_from_config_or_the_component():
+    registry = Registry("MODEL.THING")
+
+    @registry.register()
+    def function(cfg, columns):
+        return cfg, columns
+
+    @registry.register()
+    class WithConfig:
+        takes_config = True
+
+        def __init__(self, cfg, columns):
+            self.values = cfg, columns
+
+        @classmethod
+        def from_config(cls, cfg):
+            raise NotImplementedError
+
+    @registry.register()
+    class Built:
+        @classmethod
+        def from_config(cls, cfg, columns):
+            return cfg, columns
+
+    for name in ("function", "WithConfig", "Built"):
+        assert [*inspect.signature(registry.builder(name)).parameters] == ["cfg", "columns"]
+        found = registry.build(name, 1, columns=2)
+        assert (found.values if name == "WithConfig" else found) == (1, 2)
 
 
 def test_component_without_optional_members_gets_the_defaults_of_the_contract():
