@@ -252,7 +252,7 @@ def step_without_read(cfg: CfgNode, loader: Any) -> Callable[[], None]:
     verdict = StepVerdict(True, 1.0, trainer.step.loss_scale)
 
     def check_finite(gradients: Any) -> StepVerdict:
-        trainer.step.verdict = verdict
+        trainer.step._verdict = verdict
         trainer.step._losses_finite = None
         return verdict
 
