@@ -79,31 +79,27 @@ class AnimalRanker(Ranker):
         return ap, inp, first_match, extra
 
 
-def choose_threshold(
-    similarities: np.ndarray,
-    others: np.ndarray,
-    *,
-    right: np.ndarray,
-    known: np.ndarray,
-    pids: np.ndarray,
-) -> float:
+def choose_threshold(ranking: RankingResult) -> float:
     """Choose the similarity below which a query is *new*, so that the geometric mean of BAKS and BAUS is largest.
 
-    Each query is a known animal once, and an unknown one once: without the images of its identity.
-
-    Args:
-        similarities: (N,) float, similarity of the nearest image.
-        others: (N,) float, similarity of the nearest image of another identity.
-        right: (N,) bool, True if the nearest image is of the query's identity.
-        known: (N,) bool, True if the database has an image of the identity.
-        pids: (N,) int64 identities.
+    Each validation query is a known animal once, and an unknown one once: without the images of its identity.
 
     Returns:
         The middle of the range of the best thresholds, which lie between two of the similarities.
 
     Raises:
-        DataError: if no query is known.
+        DataError: if there are no validation queries, or none of them is known.
     """
+    rows = _extra(ranking)
+    rows = rows[rows[:, _VALIDATION] > 0]
+    if not len(rows):
+        raise DataError(
+            "the threshold for new animals cannot be chosen: the test set has no validation queries, whose value in "
+            "the column of TEST.ANIMALS.VALIDATION is 1.\n"
+            "  fix: hold out identities with fastamp split --validation, or set TEST.ANIMALS.THRESHOLD"
+        )
+    similarities, others, pids = rows[:, _SIMILARITY], rows[:, _OTHER], rows[:, _PID].astype(np.int64)
+    right, known = rows[:, _PID] == rows[:, _PREDICTED], rows[:, _KNOWN] > 0
     if not known.any():
         raise DataError(
             f"the threshold for new animals cannot be chosen: none of the {len(known)} validation queries has an image "
@@ -160,7 +156,7 @@ def identification_metrics(
     held_out = num_validation(ranking)
     metrics: dict[str, Any] = {"num_validation": held_out} if held_out else {}
     if has_new:
-        threshold = chosen_threshold(every) if threshold is None else threshold
+        threshold = choose_threshold(every) if threshold is None else threshold
         called_new |= test[:, _SIMILARITY] < threshold
         metrics["new_threshold"] = {"similarity": threshold}
     known = test[:, _KNOWN] > 0
@@ -174,29 +170,6 @@ def identification_metrics(
     metrics |= {name: 100 * value for name, value in values.items() if not np.isnan(value)}
     missing = [name for name, value in values.items() if np.isnan(value)]
     return metrics | ({"not_defined": missing} if missing else {})
-
-
-def chosen_threshold(ranking: RankingResult) -> float:
-    """Choose the threshold for new animals on the validation queries, see ``choose_threshold``.
-
-    Raises:
-        DataError: if there are no validation queries, or none of them is known.
-    """
-    rows = _extra(ranking)
-    rows = rows[rows[:, _VALIDATION] > 0]
-    if not len(rows):
-        raise DataError(
-            "the threshold for new animals cannot be chosen: the test set has no validation queries, whose value in "
-            "the column of TEST.ANIMALS.VALIDATION is 1.\n"
-            "  fix: hold out identities with fastamp split --validation, or set TEST.ANIMALS.THRESHOLD"
-        )
-    return choose_threshold(
-        rows[:, _SIMILARITY],
-        rows[:, _OTHER],
-        right=rows[:, _PID] == rows[:, _PREDICTED],
-        known=rows[:, _KNOWN] > 0,
-        pids=rows[:, _PID].astype(np.int64),
-    )
 
 
 def _extra(ranking: RankingResult) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from typing import Any
 
@@ -91,10 +91,8 @@ class Calibration:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a dict of plain values and tensors from which ``from_state`` restores the calibration."""
-        state = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "curve"}
-        state |= {name: state[name].state_dict() for name in ("chosen", "measured")}
-        curve = {"scores": self.curve.scores, "probabilities": self.curve.probabilities}
-        return state | {name: torch.from_numpy(values.copy()) for name, values in curve.items()}
+        state = asdict(self)
+        return state | {name: torch.from_numpy(values) for name, values in state.pop("curve").items()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Calibration":

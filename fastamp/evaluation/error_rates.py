@@ -1,8 +1,7 @@
 """Error rates of pairs of identities, with confidence intervals that respect that pairs share identities."""
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,10 +29,6 @@ class ErrorRate:
 
     def __str__(self) -> str:
         return f"{100 * self.rate:.3g} % ({100 * self.low:.3g} to {100 * self.high:.3g} %)"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a dict of plain values from which ``ErrorRate(**state)`` restores the rate."""
-        return asdict(self)
 
 
 def pair_error_rate(errors: np.ndarray, trials: np.ndarray) -> ErrorRate:

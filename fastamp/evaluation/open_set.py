@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -43,17 +43,9 @@ class OpenSetRates:
     fnir: ErrorRate
     gallery_size: int
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return a dict of plain values, see ``Calibration.state_dict``."""
-        return {
-            field.name: value if isinstance(value, int) else value.state_dict()
-            for field in fields(self)
-            for value in [getattr(self, field.name)]
-        }
-
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "OpenSetRates":
-        """Restore the rates from ``state_dict``."""
+        """Restore the rates from the dict of ``dataclasses.asdict``."""
         values: dict[str, Any] = {
             name: ErrorRate(**rate) if name != "gallery_size" else rate for name, rate in state.items()
         }

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from fastamp.evaluation.identities import Identities, Junk
-from fastamp.evaluation.rank import query_scores, ranks_of_matches
 from fastamp.evaluation.ranking_rule import RandomRule, Ranker
 
 
@@ -61,9 +60,10 @@ class TrialRanker(Ranker):
         )
         self.num_trials = len(trials)
         self.num_gallery = len(np.unique(shown))
+        self._counts_identities = counts_identities
         self._trials = [
             [
-                _PartRanker(identities, part, junk, trapezoid, counts_identities)
+                (part, Ranker(self._selected(identities, part), junk=junk, trapezoid=trapezoid))
                 for part in parts
                 if len(part.queries) and len(part.columns)
             ]
@@ -80,13 +80,35 @@ class TrialRanker(Ranker):
         sums = np.zeros((2, count))
         first_match = np.full((count, self.num_trials), -1)
         for trial, parts in enumerate(self._trials):
-            for part in parts:
-                for rows, ap, inp, first in part.rank(start, distances):
+            for part, ranker in parts:
+                for rows, ap, inp, first in self._rank_part(part, ranker, start, distances):
                     sums[0, rows] += ap
                     sums[1, rows] += inp
                     first_match[rows, trial] = first
         ap, inp = sums / (first_match >= 0).sum(1).clip(1)
         return ap, inp, first_match
+
+    @staticmethod
+    def _selected(identities: Identities, part: SubGallery) -> Identities:
+        is_all = len(part.queries) == len(identities.query_pids)
+        return identities.select(slice(None) if is_all else part.queries, part.columns)
+
+    def _rank_part(
+        self, part: SubGallery, ranker: Ranker, start: int, distances: torch.Tensor
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield ``(rows, AP, INP, rank of the first match)``, each (n,), for queries among ``start:start + B``."""
+        low, high = np.searchsorted(part.queries, (start, start + len(distances))).tolist()
+        matches = ranker.matches
+        for first, last in matches.spans(low, high):
+            rows = part.queries[first:last] - start
+            block = select_block(distances, rows, part.columns)
+            ap, inp, first_matches = ranker.rank(first, block)
+            first_match = first_matches[:, 0]
+            if self._counts_identities:
+                group_rows = matches.groups.find(matches.query_pids[first:last])
+                valid = first_match >= 0
+                first_match[valid] = count_nearer_identities(block, matches.groups.starts, group_rows)[valid]
+            yield rows, ap, inp, first_match
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,37 +135,6 @@ class TrialRule(RandomRule):
             trapezoid=self.trapezoid,
             counts_identities=self.counts_identities,
         )
-
-
-class _PartRanker:
-    """Ranker of one sub-gallery."""
-
-    def __init__(
-        self, identities: Identities, part: SubGallery, junk: Junk | None, trapezoid: bool, counts_identities: bool
-    ) -> None:
-        is_all = len(part.queries) == len(identities.query_pids)
-        selected = identities.select(slice(None) if is_all else part.queries, part.columns)
-        self._queries, self._columns = part.queries, part.columns
-        self._ranker = Ranker(selected, junk=junk, trapezoid=trapezoid)
-        self._counts_identities = counts_identities
-
-    def rank(
-        self, start: int, distances: torch.Tensor
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield ``(rows, AP, INP, rank of the first match)``, each (n,), for queries among ``start:start + B``."""
-        low, high = np.searchsorted(self._queries, (start, start + len(distances))).tolist()
-        matches = self._ranker.matches
-        for first, last in matches.spans(low, high):
-            rows = self._queries[first:last] - start
-            block = select_block(distances, rows, self._columns)
-            pairs = self._ranker.exclude_junk(first, block)
-            ranks = ranks_of_matches(block, pairs.rows, pairs.columns)
-            ap, inp, first_match = query_scores(ranks, pairs.rows, len(rows), trapezoid=self._ranker.trapezoid)
-            if self._counts_identities:
-                group_rows = matches.groups.find(matches.query_pids[first:last])
-                valid = first_match >= 0
-                first_match[valid] = count_nearer_identities(block, matches.groups.starts, group_rows)[valid]
-            yield rows, ap, inp, first_match
 
 
 def select_block(distances: torch.Tensor, rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
