@@ -1,6 +1,7 @@
 """Loader of the training images without augmentation, for methods that compute features of the training set."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -10,6 +11,25 @@ from fastamp.data.loader import TestLoader, worker_count
 from fastamp.data.samplers import InferenceSampler
 from fastamp.data.transforms import build_transforms
 from fastamp.utils import comm
+from fastamp.utils.errors import ConfigError
+
+
+def require_image_files(dataset: Any, user: str) -> ReidDataset:
+    """Return a training set whose images can be loaded again.
+
+    Args:
+        dataset: training set of the run.
+        user: the setting that requires it, for the message.
+
+    Raises:
+        ConfigError: if it is a custom training set.
+    """
+    if not isinstance(dataset, ReidDataset):
+        raise ConfigError(
+            f"{user} does not support a custom training set: it loads the images again without augmentation.\n"
+            "  fix: set DATASETS.NAMES, e.g. to csv:FILE"
+        )
+    return dataset
 
 
 def build_unaugmented_loader(

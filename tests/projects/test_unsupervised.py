@@ -169,7 +169,7 @@ def test_two_processes_give_the_labels_and_the_memory_of_one(tmp_path, subtests)
 
 
 def test_center_cameras():
-    from unsupervised.extraction import center_cameras
+    from unsupervised.pseudo_labels import center_cameras
 
     features, cameras = torch.randn(9, 4), np.array([5, 2, 2, 5, 5, 2, 7, 7, 5])
     found = center_cameras(features, cameras)
@@ -288,7 +288,7 @@ def test_first_epochs_cluster_raw_pixels_and_color_histograms(runs):
 
     opts = ("UNSUPERVISED.BASELINE_EPOCHS", "1", "UNSUPERVISED.CENTER_CAMERAS", "True")
     trainer = trainer_of(runs / "run", *opts).trainer
-    from unsupervised.extraction import center_cameras
+    from unsupervised.pseudo_labels import center_cameras
 
     dataset = trainer.data_loader.dataset
     model, pixels, colors = trainer.features_of_training_set(baselines=True)

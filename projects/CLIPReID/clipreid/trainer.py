@@ -17,7 +17,7 @@ from clipreid.model import CLIPReID
 from fastamp.amp import LossScaler
 from fastamp.config import CfgNode, Key
 from fastamp.data.dataset import ReidDataset
-from fastamp.data.unaugmented import build_unaugmented_loader
+from fastamp.data.unaugmented import build_unaugmented_loader, require_image_files
 from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.engine import Stage
 from fastamp.engine.hooks import LRScheduler
@@ -181,15 +181,11 @@ class CLIPReIDTrainer(AMPTrainer):
                 f"SOLVER.TRAINER=CLIPReIDTrainer requires MODEL.META_ARCHITECTURE CLIPReID, found "
                 f"{type(model).__name__}.\n  fix: set MODEL.META_ARCHITECTURE to CLIPReID"
             )
-        if not isinstance(data_loader.dataset, ReidDataset):
-            raise ConfigError(
-                "SOLVER.TRAINER=CLIPReIDTrainer does not support a custom training set: the first stage loads its "
-                "images without augmentation.\n  fix: set DATASETS.NAMES, e.g. to csv:FILE"
-            )
+        dataset = require_image_files(data_loader.dataset, "SOLVER.TRAINER=CLIPReIDTrainer")
         trainer = super().from_config(cfg, model=model, data_loader=data_loader, optimizers=optimizers)
         assert isinstance(trainer, cls)
         trainer.step.set_frozen(("prompt_learner", "text_encoder"))
-        trainer.earlier_stages.append(build_prompt_stage(cfg, model, data_loader.dataset, trainer))
+        trainer.earlier_stages.append(build_prompt_stage(cfg, model, dataset, trainer))
         return trainer
 
 

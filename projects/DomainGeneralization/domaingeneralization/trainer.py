@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from domaingeneralization.graph_sampler import GraphSampler, nearest_identities
 from domaingeneralization.head import MatchingBaseline
 from fastamp.config import CfgNode
-from fastamp.data.dataset import ReidDataset
-from fastamp.data.unaugmented import build_unaugmented_loader
+from fastamp.data.unaugmented import build_unaugmented_loader, require_image_files
 from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
 from fastamp.feature_pass import call_model, collect_features
@@ -51,11 +50,7 @@ class GraphTrainer(AMPTrainer):
             ConfigError: if the sampler is not that of the project, or the training set is not one of
                 ``DATASETS.NAMES``.
         """
-        if not isinstance(data_loader.dataset, ReidDataset):
-            raise ConfigError(
-                "SOLVER.TRAINER=GraphTrainer does not support a custom training set: it loads the images again without "
-                "augmentation.\n  fix: set DATASETS.NAMES, e.g. to csv:FILE"
-            )
+        require_image_files(data_loader.dataset, "SOLVER.TRAINER=GraphTrainer")
         if not isinstance(data_loader.batch_sampler.sampler, GraphSampler):
             raise ConfigError(
                 "SOLVER.TRAINER=GraphTrainer requires the sampler GraphSampler, found DATALOADER.SAMPLER_TRAIN "

@@ -21,7 +21,6 @@ from fastamp.evaluation.clustering import (
 )
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, TrainingError
-from unsupervised.extraction import center_cameras
 from unsupervised.reliability import distances_up_to, reliable_labels, without_own_labels
 
 KEYS = (
@@ -55,6 +54,14 @@ KEYS = (
         low=0,
     ),
 )
+
+
+def center_cameras(features: torch.Tensor, cameras: np.ndarray) -> torch.Tensor:
+    """Subtract from each feature (N, D) the mean feature of its camera (N,)."""
+    numbers = torch.from_numpy(np.unique(cameras, return_inverse=True)[1])
+    counts = torch.bincount(numbers)[:, None]
+    means = torch.zeros(len(counts), features.shape[1]).index_add_(0, numbers, features) / counts
+    return features - means[numbers]
 
 
 class PseudoLabels:

@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.config import CfgNode, Key
-from fastamp.data.dataset import ReidDataset
 from fastamp.data.loader import TestLoader
-from fastamp.data.unaugmented import build_unaugmented_loader
+from fastamp.data.unaugmented import build_unaugmented_loader, require_image_files
 from fastamp.diagnostics.nan_locator import describe_evaluation
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
+from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.evaluation.clustering import cluster_quality
 from fastamp.feature_pass import collect_features
 from fastamp.report import ClusterSheets
@@ -23,7 +23,6 @@ from fastamp.report.cluster_page import cluster_sheets, write_cluster_page
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 from unsupervised.domain_norm import DomainBatchNorm2d
-from unsupervised.extraction import colors_of, pixels_of
 from unsupervised.memory import MemoryLoss
 from unsupervised.pseudo_labels import PseudoLabels
 from unsupervised.sampler import ClusterSampler
@@ -34,6 +33,11 @@ KEYS = (
     Key("UNSUPERVISED.PAGE", True, "Write OUTPUT_DIR/clusters.html with images of the clusters of the last epoch."),
 )
 PAGE = "clusters.html"
+BASELINES = {
+    "pixels": lambda batch: raw_pixels(batch["images"]),
+    "colors": lambda batch: color_histogram(batch["images"]),
+}
+"""Name of a baseline -> its features (B, D) of a batch."""
 _PAGE_CLUSTERS, _REPORT_CLUSTERS, _PAGE_IMAGES = 40, 15, 10
 
 
@@ -64,7 +68,12 @@ class ClusterTrainer(AMPTrainer):
         targets: (N,) int64 row of the memory of each training image, -1 for images that are not used.
         history: ``{"epoch", "clusters", "outliers", "purity", "nmi"}`` of each epoch so far; the last two are None
             without identities.
+        images: loader of the training images without augmentation.
+        pseudo_labels: clustering of the unlabeled images.
     """
+
+    images: TestLoader
+    pseudo_labels: PseudoLabels
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -72,8 +81,6 @@ class ClusterTrainer(AMPTrainer):
         self.labels = np.empty(0, dtype=np.int64)
         self.history: list[dict[str, Any]] = []
         self.targets = self._classes = self.labels
-        self._pseudo: PseudoLabels | None = None
-        self._unaugmented: TestLoader | None = None
 
     @classmethod
     def from_config(
@@ -91,11 +98,7 @@ class ClusterTrainer(AMPTrainer):
                 f"{', '.join(cfg.MODEL.LOSSES.NAME) or 'none'}.\n"
                 "  fix: set MODEL.LOSSES.NAME to ClusterContrastLoss, HybridMemoryLoss or CameraProxyLoss"
             )
-        if not isinstance(data_loader.dataset, ReidDataset):
-            raise ConfigError(
-                "SOLVER.TRAINER=ClusterTrainer does not support a custom training set: it loads the images again "
-                "without augmentation.\n  fix: set DATASETS.NAMES, e.g. to csv:FILE"
-            )
+        dataset = require_image_files(data_loader.dataset, "SOLVER.TRAINER=ClusterTrainer")
         sampler = data_loader.batch_sampler.sampler
         if not isinstance(sampler, ClusterSampler):
             raise ConfigError(
@@ -111,20 +114,14 @@ class ClusterTrainer(AMPTrainer):
             )
         trainer = super().from_config(cfg, model=model, data_loader=data_loader, optimizers=optimizers)
         assert isinstance(trainer, cls)
-        trainer.config = cfg
-        trainer._pseudo = PseudoLabels.from_config(cfg, data_loader.dataset, sampler.labeled)
+        trainer.config, trainer.images = cfg, build_unaugmented_loader(cfg, dataset, model.device)
+        trainer.pseudo_labels = PseudoLabels.from_config(cfg, dataset, sampler.labeled)
         return trainer
 
     @property
     def loss(self) -> MemoryLoss:
         """Loss with the memory."""
         return next(module for module in self.model.modules() if isinstance(module, MemoryLoss))
-
-    @property
-    def pseudo_labels(self) -> PseudoLabels:
-        """Clustering of the unlabeled images."""
-        assert self._pseudo is not None
-        return self._pseudo
 
     def prepare_epoch(self) -> bool:
         """Cluster the training set, unless a checkpoint of this epoch has been loaded."""
@@ -141,13 +138,11 @@ class ClusterTrainer(AMPTrainer):
     def features_of_training_set(self, *, baselines: bool = False) -> list[torch.Tensor]:
         """Compute the features of the training images, on the CPU: of the model and, with ``baselines``, raw pixels and
         color histograms, each (N, D) float32."""
-        if self._unaugmented is None:  # its workers are kept between epochs
-            self._unaugmented = build_unaugmented_loader(self.config, self.data_loader.dataset, self.model.device)
-        policy = self.policy.for_evaluation(self.config.SOLVER.AMP.EVAL_DTYPE)
         comm.broadcast(self.model.buffers())  # batch-norm statistics differ between ranks
-        columns = {"pixels": pixels_of, "colors": colors_of} if baselines else {}
-        options: dict[str, Any] = {"columns": columns, "title": "extracting", "locate": describe_evaluation}
-        return [*collect_features(self.model, self._unaugmented, policy, **options).values()]
+        policy = self.policy.for_evaluation(self.config.SOLVER.AMP.EVAL_DTYPE)
+        columns = BASELINES if baselines else {}
+        options = {"columns": columns, "title": "extracting", "locate": describe_evaluation}
+        return [*collect_features(self.model, self.images, policy, **options).values()]
 
     def _cluster(self) -> None:
         """Set the labels, the memory and the history of this epoch.
