@@ -1,9 +1,10 @@
 """Training loop, hooks, default trainer and launcher."""
 
 from fastamp.engine import hooks
-from fastamp.engine.defaults import ConfigText, DefaultTrainer
+from fastamp.engine.defaults import DefaultTrainer
 from fastamp.engine.hooks import HookBase, Priority
 from fastamp.engine.launch import launch
+from fastamp.engine.run_state import ConfigText
 from fastamp.engine.setup import default_setup
 from fastamp.engine.stages import Stage
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer, SimpleTrainer

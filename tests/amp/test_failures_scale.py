@@ -11,8 +11,7 @@ from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure
 from fastamp.amp.policy import DTYPES
-from fastamp.engine.hooks import LRScheduler
-from fastamp.engine.train_loop import HookBase
+from fastamp.engine.hooks import HookBase, LRScheduler
 from fastamp.solver import build_lr_schedule
 from fastamp.solver.clip import clip_gradients
 

@@ -13,8 +13,8 @@ from torch import nn
 from fastamp.amp import LossScaler, OptimizationStep
 from fastamp.amp.checks import check_finite
 from fastamp.engine import DefaultTrainer, defaults
+from fastamp.engine.hooks import HookBase
 from fastamp.engine.hooks.averaging import EMA
-from fastamp.engine.train_loop import HookBase
 from fastamp.solver import WeightAverage
 from fastamp.utils.errors import TrainingError
 

@@ -82,7 +82,7 @@ def test_eval_checks_all_image_files_before_it_builds_the_model(
     def build_model(cfg):
         raise AssertionError("the model was built first")
 
-    monkeypatch.setattr("fastamp.engine.defaults.build_model", build_model)
+    monkeypatch.setattr("fastamp.engine.builders.build_model", build_model)
     (tmp_path / "empty.jpg").touch()
     rows = [f"{path},{number // 2},{number % 2}" for number, path in enumerate(sorted(demo.rglob("*.jpg"))[:8])]
     test = [f"{row},{('query', 'gallery')[number % 2]}" for number, row in enumerate(rows)]

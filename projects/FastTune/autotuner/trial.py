@@ -16,9 +16,9 @@ from autotuner.tune_hooks import EPOCH, ROUND, SCORE, VALUES, EvalRounds, Report
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode, get_cfg, load_plugin
 from fastamp.engine import DefaultTrainer, HookBase, default_setup
-from fastamp.engine.defaults import ConfigText
 from fastamp.engine.hooks import PeriodicCheckpointer
 from fastamp.engine.loggers import in_group, without_trackers
+from fastamp.engine.run_state import ConfigText
 from fastamp.solver import OptimizerState, WeightAverage
 from fastamp.utils.errors import UserError
 
