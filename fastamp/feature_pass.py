@@ -188,9 +188,17 @@ class Rows:
 
         Args:
             on_all_ranks: if False, only those of this process. Default: True.
+
+        Raises:
+            DataError: on all ranks, if one of several ranks has no rows.
         """
         gathered, rows = dict[str, Tensor](), None
         is_distributed = on_all_ranks and comm.is_distributed()
+        if is_distributed and comm.any_across_ranks(not self.columns):
+            raise DataError(
+                f"a process has no images to evaluate: there are fewer than {comm.get_world_size()}.\n"
+                "  fix: add images, or use fewer processes"
+            )
         if "indices" in self.columns:
             indices = torch.cat(self.columns.pop("indices"))
             if is_distributed:

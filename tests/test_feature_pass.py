@@ -8,6 +8,7 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.feature_pass import NotFiniteError, Rows, collect_features, evaluation_mode, feature_pass
+from fastamp.utils import comm
 from fastamp.utils.errors import DataError, TrainingError
 
 POLICY = PrecisionPolicy("cpu", torch.float32)
@@ -107,3 +108,16 @@ def test_collected_features_can_be_used_in_a_loss():
 
 def test_a_loader_without_batches_gives_no_columns():
     assert Rows().gather() == collect_features(Mean(), [], POLICY) == {}
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_all_ranks_raise_an_error_if_one_has_no_images(monkeypatch, count):
+    """Otherwise, the others would wait for it."""
+    monkeypatch.setattr(comm, "is_distributed", lambda: True)
+    monkeypatch.setattr(comm, "get_world_size", lambda: 3)
+    monkeypatch.setattr(comm, "max_over_ranks", lambda number: 1.0)  # the other rank has none
+    rows = Rows()
+    if count:
+        rows.append({"features": torch.zeros(count, 3)})
+    with pytest.raises(DataError):
+        rows.gather()

@@ -213,12 +213,9 @@ class ReidEvaluator(DatasetEvaluator):
         Raises:
             DataError: if there are no images.
         """
-        if not self.rows.columns:
-            raise DataError(
-                "this process evaluated no images: the test set, or the part of it for this process, is empty.\n"
-                "  fix: check DATASETS.TESTS, or use fewer processes"
-            )
         columns, n = self.rows.gather(), self.num_query
+        if not columns:
+            raise DataError("the test set has no images.\n  fix: check DATASETS.TESTS")
         self.first_frames = None
         if TRACKLET in columns:
             columns = self._pool_tracklets(columns)
