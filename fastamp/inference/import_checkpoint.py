@@ -127,14 +127,13 @@ def write_model(
     opts = ["MODEL.DEVICE", "cpu", *opts, "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.BACKBONE.PRETRAIN_PATH", ""]
     cfg = read_config(config_file, opts, plugin=plugin)
     if cfg.MODEL.META_ARCHITECTURE == "Distiller":  # the student is a Baseline; the teachers' files may be missing
-        opts += ["MODEL.META_ARCHITECTURE", "Baseline"]
-        cfg = read_config(config_file, opts, plugin=plugin)
+        cfg = cfg.with_values({"MODEL.META_ARCHITECTURE": "Baseline"})
     model = build_model(cfg)
     if cfg.MODEL.HEADS.NUM_CLASSES == 0:
         converted, _ = convert_state_dict(model, state)
         counts = [len(converted[name]) for name in classifiers(model) if name in converted]
         if counts:
-            cfg = read_config(config_file, [*opts, "MODEL.HEADS.NUM_CLASSES", str(counts[0])], plugin=plugin)
+            cfg = cfg.with_values({"MODEL.HEADS.NUM_CLASSES": counts[0]})
             model = build_model(cfg)
     report = load_model_state(
         model,
