@@ -130,7 +130,8 @@ def run(args: argparse.Namespace) -> int:
     has_missing = {name for name, column in gallery.columns.items() if has_missing_integers(column)}
     groups = [_grouped(_rows(result, number, shown, has_missing), group_by) for number in range(len(queries))]
     if args.json:
-        decisions = [_decision(result, number) for number in range(len(queries))]
+        decided = result.decision
+        decisions = [{} if decided is None else decided.of_query(number) for number in range(len(queries))]
         parts = zip(queries, decisions, groups, strict=True)
         print(json.dumps([{"query": query, **decision, "found": rows} for query, decision, rows in parts]))
         return 0
@@ -140,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     for number, (query, rows) in enumerate(zip(queries, groups, strict=True)):
         print(f"{query} ({result.metric} {_score_name(result.metric)}{note})")
         if result.decision is not None:
-            print(_describe_decision(result, number))
+            print(_describe_decision(result.decision.of_query(number), result))
         if not rows:
             print("no images in the gallery, or none that meets the conditions")
         for value, group in itertools.groupby(rows, key=lambda row: row.get(group_by or "")):
@@ -169,17 +170,8 @@ def _score_name(metric: str) -> str:
     return {"cosine": "similarity", "euclidean": "distance"}.get(metric, "probability")  # that of search terms
 
 
-def _decision(result: "SearchResult", query: int) -> dict[str, Any]:
-    """Return the decision on one query as plain values; empty without a calibration of the model."""
-    decided = result.decision
-    if decided is None:
-        return {}
-    known = "match" if decided.known[query] else "unknown"
-    return {"decision": known, "threshold": decided.threshold, "fpir": decided.fpir}
-
-
-def _describe_decision(result: "SearchResult", query: int) -> str:
-    decision, is_cosine = _decision(result, query), result.metric == "cosine"
+def _describe_decision(decision: Mapping[str, Any], result: "SearchResult") -> str:
+    is_cosine = result.metric == "cosine"
     if decision["decision"] == "match":
         side = "at least" if is_cosine else "at most"
     else:

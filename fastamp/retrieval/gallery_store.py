@@ -41,7 +41,7 @@ _MOST_BYTES, _LARGEST_WIDTH, _LARGEST_NUMBER = 2**24, 2**20, 2**62
 _STEPS, _STEPS_PER_BYTE, _STEPS_AT_ONCE = 10**6, 10, 10**4
 _TEXTS = "id", "name", "identity", "camera"
 _FIRST_TIME, _LAST_TIME = -62135596800, 253402300800  # years 1 to 9999
-_TABLES = {statement.split()[2]: statement.strip() for statement in _SCHEMA.split(";") if statement.strip()}
+_TABLES = [("table", statement.split()[2], statement) for statement in map(str.strip, _SCHEMA.split(";")) if statement]
 _VALID_MODEL = f"""
     typeof(width) = 'integer' AND width BETWEEN 1 AND {_LARGEST_WIDTH} AND metric IN ('cosine', 'euclidean')
     AND typeof(config_hash) = 'text' AND typeof(checkpoint) = 'text' AND typeof(token) = 'text'
@@ -135,7 +135,7 @@ class GalleryStore:
         if model is not None:
             with self.transaction():
                 if not self._connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-                    for statement in _TABLES.values():
+                    for _, _, statement in _TABLES:
                         self._connection.execute(statement)
                     row = (_FORMAT, model.width, model.metric, model.config_hash, model.checkpoint)
                     self._connection.execute("INSERT INTO gallery VALUES (?, ?, ?, ?, ?, 0, hex(randomblob(8)))", row)
@@ -149,12 +149,8 @@ class GalleryStore:
             DataError: if a table, view, trigger or index is not that of a gallery, or a value is invalid.
         """
         with self._bounded():
-            tables = self._connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql NOT NULL").fetchmany(
-                9
-            )
-            others = {(kind, name, sql) for kind, name, sql in tables} ^ {
-                ("table", *table) for table in _TABLES.items()
-            }
+            query = "SELECT type, name, sql FROM sqlite_master WHERE sql NOT NULL"
+            others = set(self._connection.execute(query).fetchmany(9)) ^ set(_TABLES)
             if others:
                 raise DataError(
                     f"{self.path} is not a gallery of this version of fastamp: other definitions of "

@@ -86,10 +86,9 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
 
 
 def _damaged_error(path: str | PathLike[str], expected: str, error: Exception, fix: str) -> DataError:
-    lines = str(error).splitlines() or [""]
-    cause = (
-        lines[0][:200] if lines[0] and not isinstance(error, KeyError) else f"{type(error).__name__} {lines[0]:.200}"
-    )
+    cause = str(error).partition("\n")[0][:200]
+    if not cause or isinstance(error, KeyError):
+        cause = f"{type(error).__name__} {cause}"
     fault = f"{path} is damaged or is not an {expected} ({cause})"
     if not Path(path).stat().st_size:
         fault = f"{path}: the file is empty"

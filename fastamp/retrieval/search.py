@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -33,6 +34,11 @@ class Decision:
     threshold: float
     fpir: float
     probabilities: np.ndarray
+
+    def of_query(self, query: int) -> dict[str, Any]:
+        """Return the decision on one query, ``match`` or ``unknown``, with the threshold and the rate."""
+        known = "match" if self.known[query] else "unknown"
+        return {"decision": known, "threshold": self.threshold, "fpir": self.fpir}
 
 
 @dataclass(frozen=True)

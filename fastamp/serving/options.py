@@ -49,16 +49,13 @@ class Limits:
                     f"the limit {limit.name} is {value:g}; it must be at least {lowest}.\n"
                     f"  fix: increase --{limit.name.replace('_', '-')}"
                 )
-        if self.total_megabytes < self.megabytes:
-            raise ConfigError(
-                f"all requests may have {self.total_megabytes:g} MB, less than the {self.megabytes:g} MB of one.\n"
-                "  fix: increase --total-megabytes or decrease --megabytes"
-            )
-        if self.queue < self.images:
-            raise ConfigError(
-                f"the queue has {self.queue} places, less than the {self.images} images of one request.\n"
-                "  fix: increase --queue or decrease --images"
-            )
+        for larger, smaller in (("total_megabytes", "megabytes"), ("queue", "images")):
+            most, least = vars(self)[larger], vars(self)[smaller]
+            if most < least:
+                raise ConfigError(
+                    f"the limit {larger} is {most:g}, less than the limit {smaller} of one request, {least:g}.\n"
+                    f"  fix: increase --{larger.replace('_', '-')} or decrease --{smaller}"
+                )
 
 
 def read_api_key(file: str | None, host: str, *, no_key: bool = False) -> str:

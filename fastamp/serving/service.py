@@ -242,10 +242,7 @@ class Service:
                 }
                 for rank, (score, item) in enumerate(zip(scores, items[query], strict=True), start=1)
             ]
-            decision: dict[str, Any] = dict.fromkeys(("decision", "threshold", "fpir"))
-            if decided is not None:
-                known = "match" if decided.known[query] else "unknown"
-                decision = {"decision": known, "threshold": decided.threshold, "fpir": decided.fpir}
+            decision = dict.fromkeys(("decision", "threshold", "fpir")) if decided is None else decided.of_query(query)
             queries.append({**decision, "found": found})
         return {"metric": result.metric, "searched": result.searched, "recall": recall, "queries": queries}
 
