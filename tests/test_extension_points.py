@@ -26,6 +26,7 @@ from fastamp.modeling import BACKBONE_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY, M
 from fastamp.retrieval.columns import ImageColumns
 from fastamp.retrieval.features import Features
 from fastamp.retrieval.features_file import write_features
+from fastamp.retrieval.indices import INDEX_REGISTRY
 from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.open_gallery import open_gallery
 from fastamp.retrieval.search import search
@@ -76,6 +77,7 @@ REGISTRIES = (
     PROTOCOL_REGISTRY,
     TRAINER_REGISTRY,
     TRANSFORM_REGISTRY,
+    INDEX_REGISTRY,
 )
 
 

@@ -140,7 +140,7 @@ def test_invalid_arguments_for_index_search_and_build_raise(gallery, tmp_path):
     for features in (np.zeros((1, 15)), np.full((1, 16), np.nan), np.zeros(16)):
         with pytest.raises(DataError, match=r"\(N, 16\)"):
             search(features, opened)
-    with pytest.raises(ConfigError, match="auto, flat, ivf, hnsw"):
+    with pytest.raises(ConfigError, match="auto, flat, hnsw, ivf"):
         open_gallery(gallery.path, kind="tree")
 
 
