@@ -40,7 +40,7 @@ EXEMPT = {
         fastamp.solver.state_layout _warn_not_validated""",
     "an error is raised next, and has the fix": """
         fastamp.engine.hooks.evaluation after_epoch
-        fastamp.engine.train_loop _notify_error""",
+        fastamp.engine.trainer_base _notify_error""",
     "a check of fastamp itself has failed: a result, not a mistake of the user": """
         projects.PlantedOverflow.compare main
         tools.benchmark.gpu demo run_tests
