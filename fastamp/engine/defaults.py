@@ -89,7 +89,8 @@ class DefaultTrainer(Builders):
         self.trainer.set_data(
             iters_per_epoch, labels_checksum(self.data_loader), images_per_batch=cfg.SOLVER.IMS_PER_BATCH
         )
-        self.stages = Stages([*self.trainer.earlier_stages, Stage("training", self.trainer, cfg.SOLVER.MAX_EPOCH)])
+        last = Stage("training", self.trainer, cfg.SOLVER.MAX_EPOCH, self.data_loader)
+        self.stages = Stages([*self.trainer.earlier_stages, last])
         self.average = self.build_weight_average(cfg, self.model)
         self.checkpointer = self.build_checkpointer()
         self.writers: list[Any] = []

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastamp.contracts import TrainLoader
 from fastamp.engine.hooks.base import HookBase
 from fastamp.engine.train_loop import SimpleTrainer
 from fastamp.solver import OptimizerState
@@ -22,11 +23,14 @@ class Stage:
         trainer: training loop with the losses, batches and optimizers of the stage. Hooks that are registered with it,
             e.g. ``LRScheduler``, are called in this stage only.
         max_epoch: number of epochs.
+        data_loader: loader to start at the first batch. Default: None, that of the trainer, which may also be an
+            iterator over it.
     """
 
     name: str
     trainer: SimpleTrainer
     max_epoch: int
+    data_loader: TrainLoader | None = None
 
 
 class Stages:
@@ -69,7 +73,7 @@ class Stages:
         """Run the iterations of a stage that are left."""
         self.current, trainer, start = stage, stage.trainer, stage.trainer.start_iter
         trainer.register_hooks(self._shared)  # sets their trainer
-        trainer.data_loader.start_at(trainer.batches_before(start))
+        (stage.data_loader or trainer.data_loader).start_at(trainer.batches_before(start))
         logger.info(
             "%straining %s of %s%s",
             f"{trainer.stage_name}: " if trainer.stage_name else "",

@@ -7,11 +7,12 @@ from pathlib import Path
 import preloaded
 import pytest
 import torch
-from loops import same, values
-from two_stages import ALL, HEAD, Run, StopAt, Stopped, train_in_parts
+from loops import make_net, make_trainer, same, values
+from two_stages import ALL, HEAD, Batches, Run, StopAt, Stopped, train_in_parts
 
 from fastamp.checkpoint.weights_file import read_checkpoint
-from fastamp.engine import HookBase
+from fastamp.engine import HookBase, Stage
+from fastamp.engine.stages import Stages
 from fastamp.utils.command_line import TrainingInterrupted
 from fastamp.utils.errors import WeightsError
 
@@ -105,3 +106,14 @@ def test_checkpoint_of_another_stage_is_refused(tmp_path):
     torch.save(content, tmp_path / "model_iter_0000002.pth")
     with pytest.raises(WeightsError, match=r"prompts(.|\n)*SOLVER\.TRAINER"):
         Run(tmp_path).train()
+
+
+def test_trainer_may_read_from_an_iterator_over_the_loader_of_its_stage():
+    loader, net = Batches(3, 1), make_net()
+    read = ({**batch, "number": number} for number, batch in enumerate(loader))
+    trainer = make_trainer(net, [torch.optim.SGD(net.parameters(), lr=0.1)], read, torch.float32)
+    trainer.set_data(3)
+    stages = Stages([Stage("training", trainer, 2, loader)])
+    trainer.start_iter = 4
+    stages.train(stages.left()[0])
+    assert (loader.start, trainer.iter) == (4, 5)
