@@ -296,6 +296,14 @@ class LayeredModule(Protocol):
 
 
 @runtime_checkable
+class DeployableModule(Protocol):
+    """Module that computes the same function with fewer operations after training."""
+
+    def switch_to_deploy(self) -> None:
+        """Convert the module, in place."""
+
+
+@runtime_checkable
 class OptimizerOwner(Protocol):
     """Module whose parameters have their own optimizer, such as centers of classes."""
 

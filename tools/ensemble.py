@@ -51,7 +51,7 @@ def rows_of(first: Features, other: Features) -> np.ndarray:
                 f"{len(missing)} of them missing{example}.\n  fix: extract the features of the same dataset"
             )
     for name in ("pids", "camids", "split"):
-        ours, theirs = getattr(first.images, name), getattr(other.images, name)
+        ours, theirs = vars(first.images)[name], vars(other.images)[name]
         if (ours is None) != (theirs is None) or (ours is not None and not np.array_equal(ours, theirs[rows])):
             raise DataError(
                 f"{name} in {other.path} differ from those in {first.path}.\n"
@@ -91,7 +91,7 @@ def write_ensemble(members: Sequence[Features], weights: Sequence[float], out: P
     images = first.images
     arrays = {"paths": images.paths, "pids": images.pids, "camids": images.camids, "metric": np.array(metric)}
     for name in ("config_hash", "checkpoint"):
-        arrays[name] = np.array(" + ".join(getattr(member.model, name) for member in members))
+        arrays[name] = np.array(" + ".join(vars(member.model)[name] for member in members))
     if images.split is not None:
         arrays["split"] = images.split
     shape = len(first), sum(member.model.width for member in members)

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -55,6 +55,14 @@ def load_weights(
         options: dict[str, Any] = {"min_match": min_match, "allow_missing": allow_missing}
         load_model_state(model, state, source=str(path), content=content, **options)
     return {key: value for key, value in content.items() if key != "model"} if "model" in content else {}
+
+
+@runtime_checkable
+class FormedState(Protocol):
+    """Part of a checkpoint whose state dict may differ in structure from its current one."""
+
+    def form(self) -> Any:
+        """Return an example of the structure."""
 
 
 class Checkpointer:
@@ -273,7 +281,7 @@ class Checkpointer:
             if isinstance(part, torch.optim.Optimizer):  # has no state before the first step
                 current = {"state": {}, "param_groups": [{"params": [0]}]}
             else:
-                current = part.form() if hasattr(part, "form") else part.state_dict()
+                current = part.form() if isinstance(part, FormedState) else part.state_dict()
             wrong = wrong or structure_mismatch(current, content[key], key)
         if wrong:
             raise WeightsError(

@@ -31,7 +31,7 @@ def check_is_config(cfg: Any) -> None:
     Raises:
         TypeError: if ``cfg`` has no section ``MODEL``, e.g. because it is the path of a config file.
     """
-    if not hasattr(cfg, "MODEL"):
+    if not isinstance(cfg, dict) or "MODEL" not in cfg:
         path = repr(cfg) if isinstance(cfg, str) else '"my.yml"'
         raise TypeError(
             f"expected a config (CfgNode), got {brief(cfg)} ({type(cfg).__name__}).\n"

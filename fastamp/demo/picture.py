@@ -203,8 +203,8 @@ def _occluder(
         wide = rng.uniform(0.025, 0.05) * tall
         shine = tuple(min(255, value + 40) for value in color)
         return [
-            _shape("rectangle", (left, 0, left + wide, height), fill=color),
-            _shape("rectangle", (left + wide * 0.25, 0, left + wide * 0.45, height), fill=shine),
+            _shape(ImageDraw.ImageDraw.rectangle, (left, 0, left + wide, height), fill=color),
+            _shape(ImageDraw.ImageDraw.rectangle, (left + wide * 0.25, 0, left + wide * 0.45, height), fill=shine),
         ]
     if kind == "bin":
         left, top = foot_x + rng.uniform(-0.22, 0.05) * tall, foot_y - rng.uniform(0.12, 0.25) * tall
@@ -212,8 +212,8 @@ def _occluder(
         dark = tuple(value * 2 // 3 for value in color)
         box = (left, top, left + 0.19 * tall, max(top, height + 20))
         return [
-            _shape("rounded_rectangle", box, radius=0.02 * tall, fill=color),
-            _shape("rectangle", (left, top, left + 0.19 * tall, top + 0.03 * tall), fill=dark),
+            _shape(ImageDraw.ImageDraw.rounded_rectangle, box, radius=0.02 * tall, fill=color),
+            _shape(ImageDraw.ImageDraw.rectangle, (left, top, left + 0.19 * tall, top + 0.03 * tall), fill=dark),
         ]
     top = foot_y - rng.uniform(0.1, 0.24) * tall
     leaves = []
@@ -221,13 +221,13 @@ def _occluder(
         x, y = rng.uniform(0, width), top + rng.uniform(0, 0.4) * tall
         radius, green = rng.uniform(0.025, 0.06) * tall, int(rng.uniform(62, 140))
         fill = (int(green * 0.7), green, int(green * 0.5))
-        leaves.append(_shape("ellipse", (x - radius, y - radius, x + radius, y + radius), fill=fill))
+        leaves.append(_shape(ImageDraw.ImageDraw.ellipse, (x - radius, y - radius, x + radius, y + radius), fill=fill))
     return leaves
 
 
-def _shape(kind: str, box: tuple[float, float, float, float], **options: Any) -> Paint:
-    """Return a function that draws a shape with ``PIL.ImageDraw``."""
-    return lambda canvas: getattr(ImageDraw.Draw(canvas), kind)(box, **options)
+def _shape(draw: Callable[..., None], box: tuple[float, float, float, float], **options: Any) -> Paint:
+    """Return a function that draws a shape with a method of ``PIL.ImageDraw.ImageDraw``."""
+    return lambda canvas: draw(ImageDraw.Draw(canvas), box, **options)
 
 
 def _cast_shadow(rng: np.random.Generator, background: np.ndarray, canvas: Image.Image) -> np.ndarray:

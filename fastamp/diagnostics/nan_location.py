@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from fastamp.amp.policy import DTYPES
+
 
 @dataclass(frozen=True)
 class NonFiniteLocation:
@@ -70,7 +72,7 @@ class NonFiniteLocation:
             details.append(f"inputs {state}, largest {self.input_magnitude:.4g}")
         if self.float32_magnitude is not None and self.kind != "not finite in float32":
             details.append(f"same value in float32: largest {self.float32_magnitude:.4g}")
-        limit = torch.finfo(getattr(torch, self.dtype)).max
+        limit = torch.finfo(DTYPES.get(self.dtype, torch.float64)).max
         if self.parameter_magnitude is not None and self.parameter_magnitude > limit:
             details.append(f"parameters: largest {self.parameter_magnitude:.4g}")
         if self.dtype != "float32":

@@ -5,7 +5,7 @@ modules: ``single_shot``, ``cross_modality``, ``cloth_changing``, ``mars``, ``pr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -154,7 +154,7 @@ class RankingRule:
 
     def describe(self) -> str:
         """Describe the rule for the log."""
-        return self.text.format(**{field.name: getattr(self, field.name) for field in fields(self)})
+        return self.text.format(**vars(self))
 
     def column_fix(self, column: str) -> str:
         """Return the fix if one of ``columns`` is missing: a change of the config."""

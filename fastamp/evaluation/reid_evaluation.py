@@ -265,9 +265,15 @@ def write_per_query(result: EvaluationResult, path: Path) -> None:
         ConfigError: if the file cannot be written.
     """
     ranking = result.ranking
-    columns = {name: getattr(ranking, name).numpy() for name in ("ap", "inp", "valid", "first_match")}
     with writing(path), path.open("wb") as file:  # np.savez appends .npz to other file names
-        np.savez_compressed(file, protocol=np.array(result.protocol.describe()), **columns)
+        np.savez_compressed(
+            file,
+            protocol=np.array(result.protocol.describe()),
+            ap=ranking.ap.numpy(),
+            inp=ranking.inp.numpy(),
+            valid=ranking.valid.numpy(),
+            first_match=ranking.first_match.numpy(),
+        )
 
 
 def ranking_device(features: torch.Tensor, protocol: Protocol, device: torch.device) -> torch.device:

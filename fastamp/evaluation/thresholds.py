@@ -45,7 +45,7 @@ class CalibrationOptions:
     def __post_init__(self) -> None:
         check_choice("method", self.method, PROBABILITY_METHODS)
         for name in ("far", "frr", "fpir", "fraction"):
-            value = getattr(self, name)
+            value = vars(self)[name]
             if not 0 < value < 1:
                 raise ConfigError(f"{name} must be above 0 and below 1; got {value:g}.\n  fix: choose e.g. {name} 0.01")
 
@@ -65,8 +65,7 @@ class CalibrationOptions:
         first, second = split_identities(pids, self.fraction, self.seed)
         chosen, others, counts, fixes = len(first), len(second), [], []
         pairs = chosen * (chosen - 1) // 2
-        for name, trials in (("far", pairs), ("frr", chosen), ("fpir", chosen)):
-            rate = getattr(self, name)
+        for name, rate, trials in (("far", self.far, pairs), ("frr", self.frr, chosen), ("fpir", self.fpir, chosen)):
             needed = required_trials(rate)
             if trials < needed:
                 unit = (
@@ -147,7 +146,7 @@ def calibrate(
         part.rates(same, different, search, gallery) for part, gallery in zip(parts, galleries, strict=True)
     )
     sign = 1 if metric == "cosine" else -1
-    stated = {name: float(getattr(calibration_options, name)) for name in ("far", "frr", "fpir", "fraction")}
+    stated = {name: float(vars(calibration_options)[name]) for name in ("far", "frr", "fpir", "fraction")}
     return Calibration(
         metric=metric,
         same_threshold=sign * same,

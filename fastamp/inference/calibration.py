@@ -49,7 +49,7 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
     dataset = loader.dataset
     if data in cfg.DATASETS.NAMES:
         _check_not_trained(dataset.sources[0], data)
-    if len(dataset.sources[0].train) and (note := getattr(dataset.sources[0], "split_note", "")):
+    if len(dataset.sources[0].train) and (note := dataset.sources[0].split_note):
         logger.warning(
             "%s: only the test identities are used; %s\n"
             "  fix: if the model was not trained on this dataset, set DATASETS.FOLDER.TEST_FRACTION to 1 to use all "

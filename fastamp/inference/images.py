@@ -1,8 +1,9 @@
 """Conversion of input images: paths, contents of files, PIL images, arrays, tensors, and boxes in a frame."""
 
+import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, Protocol, runtime_checkable
 
 import numpy as np
 import PIL.Image
@@ -16,6 +17,32 @@ from fastamp.utils.errors import DataError
 Image = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes] | PIL.Image.Image | np.ndarray | Tensor
 Boxes = Sequence[Sequence[float]] | np.ndarray | Tensor
 COLORS = ("rgb", "bgr")
+
+
+@runtime_checkable
+class OpenFile(Protocol):
+    """File that is open as bytes; one that is open as text is an error."""
+
+    def read(self) -> Any:
+        """Return the rest of the content."""
+
+
+@runtime_checkable
+class SeekableFile(OpenFile, Protocol):
+    """File whose content may be read again."""
+
+    def seekable(self) -> bool:
+        """Return True if ``seek`` is supported."""
+
+    def seek(self, offset: int) -> Any:
+        """Go to a position."""
+
+
+@runtime_checkable
+class ArrayLike(Protocol):
+    """Object that ``numpy.asarray`` converts."""
+
+    __array_interface__: Any
 
 
 def decode(
@@ -39,7 +66,7 @@ def decode(
                 "  fix: pass the files, e.g. sorted(pathlib.Path(folder).glob('*.jpg'))"
             )
         return read_image(os.fspath(image), channels, max_pixels=max_pixels, least_side=least_side, bit_depth=bit_depth)
-    if hasattr(image, "read"):
+    if isinstance(image, OpenFile):
         image = _content_of(image)
     if isinstance(image, (bytes, bytearray, memoryview)):
         return decode_image(bytes(image), channels, max_pixels=max_pixels, least_side=least_side, bit_depth=bit_depth)
@@ -112,13 +139,11 @@ def as_list(images: Image | Sequence[Image]) -> list[Image]:
     texts = isinstance(given, np.ndarray) and given.dtype.kind == "U"
     if isinstance(given, (np.ndarray, Tensor)) and not texts:
         given = given if given.ndim == 4 else [given]
-    elif (
-        isinstance(given, (str, os.PathLike, bytes, bytearray, memoryview, Mapping))
-        or hasattr(given, "read")
-        or not isinstance(given, Iterable)
+    elif isinstance(given, (str, os.PathLike, bytes, bytearray, memoryview, Mapping, OpenFile)) or not isinstance(
+        given, Iterable
     ):
         given = [given]
-    content: list[Image] = [_content_of(image) if hasattr(image, "read") else image for image in given]
+    content: list[Image] = [_content_of(image) if isinstance(image, OpenFile) else image for image in given]
     if not content:
         raise DataError(
             f"expected at least one image, got an empty {type(given).__name__}.\n  fix: pass at least one image"
@@ -126,13 +151,13 @@ def as_list(images: Image | Sequence[Image]) -> list[Image]:
     return content
 
 
-def _content_of(file: Any) -> bytes:
+def _content_of(file: OpenFile) -> bytes:
     """Return the content of an open file from its start, as PIL; raise DataError if it is open as text."""
-    if hasattr(file, "seekable") and file.seekable():
+    if isinstance(file, SeekableFile) and file.seekable():
         file.seek(0)
     content = file.read()
     if not isinstance(content, bytes):
-        name = getattr(file, "name", type(file).__name__)
+        name = file.name if isinstance(file, io.TextIOWrapper) else type(file).__name__
         raise DataError(f"{name} is open as text.\n  fix: open it as bytes, with the mode 'rb'")
     return content
 
@@ -173,7 +198,7 @@ def _check_layout(image: Any) -> None:
     """Raise DataError unless an image is a gray, RGB or RGBA uint8 array (H, W[, C]) or tensor (C, H, W)."""
     if not isinstance(image, (np.ndarray, Tensor)):
         fix = "pass a file name, or a uint8 array (H, W, 3)"
-        if hasattr(image, "__array_interface__"):
+        if isinstance(image, ArrayLike):
             fix = "convert it with numpy.asarray(image)"
         raise DataError(
             f"an image must be a path, PIL image, array or tensor; got {type(image).__name__}.\n  fix: {fix}"

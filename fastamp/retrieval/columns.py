@@ -38,7 +38,7 @@ class ImageColumns:
 
     def take(self, rows: np.ndarray | int) -> "ImageColumns":
         """Return the columns of ``rows``, an index or an array of indices of any shape."""
-        own: dict[str, Any] = {name: getattr(self, name) for name in OWN_COLUMNS}
+        own: dict[str, Any] = {name: vars(self)[name] for name in OWN_COLUMNS}
         own = {name: None if values is None else values[rows] for name, values in own.items()}
         return ImageColumns(**own, further={name: values[rows] for name, values in self.further.items()})
 

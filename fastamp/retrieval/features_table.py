@@ -94,7 +94,7 @@ def _write_parquet(file: IO[bytes], features: Features) -> None:
             flat = pyarrow.array(np.ascontiguousarray(matrix).reshape(-1))
             arrays["features"] = pyarrow.FixedSizeListArray.from_arrays(flat, matrix.shape[1])
             table = pyarrow.table(arrays)
-            metadata = {name: getattr(features.model, name) for name in ("config_hash", "checkpoint", "metric")}
+            metadata = {name: vars(features.model)[name] for name in ("config_hash", "checkpoint", "metric")}
             table = table.replace_schema_metadata(metadata)
             writer = writer or pyarrow.parquet.ParquetWriter(file, table.schema)
             writer.write_table(table)

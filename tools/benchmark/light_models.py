@@ -31,6 +31,7 @@ from tqdm import tqdm
 from fastamp.amp import PrecisionPolicy
 from fastamp.checkpoint.weights_file import write_checkpoint
 from fastamp.config import get_cfg, read_config
+from fastamp.contracts import DeployableModule
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine.dry_run import multiply_adds
 from fastamp.inference.export import ExportError, export
@@ -126,7 +127,7 @@ def prepare(folder: Path, name: str, runs_folder: Path) -> tuple[dict[tuple[str,
     model = predictor.model
     deployed = not name.endswith("not deployed")
     for module in list(model.modules()) if deployed else ():
-        if hasattr(module, "switch_to_deploy"):
+        if isinstance(module, DeployableModule):
             module.switch_to_deploy()
     runs = {(name, "PyTorch", precision): pytorch_run(model, precision) for precision in ("float32", "bf16")}
     sizes: dict[str, str] = {}

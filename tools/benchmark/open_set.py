@@ -42,18 +42,16 @@ def main() -> None:
             Identities(ids[0], ids[0], ids[1], ids[1]),
             metric=extraction.model.metric,
             seed=seed,
-            **{name: getattr(args, name) for name in RATES},
+            **{name: vars(args)[name] for name in RATES},
         )
         for seed in range(args.splits)
     ]
     rows = []
     for name in RATES:
-        pairs = [
-            (getattr(calibration.measured, name), getattr(calibration.chosen, name)) for calibration in calibrations
-        ]
+        pairs = [(vars(calibration.measured)[name], vars(calibration.chosen)[name]) for calibration in calibrations]
         naive = [tuple(map(independent, pair)) for pair in pairs]
         measured = 100 * np.mean([rate.rate for rate, _ in pairs])
-        rows.append((name, f"{100 * getattr(args, name):g} %", f"{measured:.3g} %", agreeing(pairs), agreeing(naive)))
+        rows.append((name, f"{100 * vars(args)[name]:g} %", f"{measured:.3g} %", agreeing(pairs), agreeing(naive)))
     print(tabulate(rows, ("rate", "stated", "measured, mean", "agree", "agree if independent"), tablefmt="github"))
 
 

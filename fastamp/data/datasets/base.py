@@ -68,6 +68,7 @@ class ImageDataset:
         excludes_unknown: whether training images of unknown identities are excluded. Default True.
         has_distractors: whether images of identity 0 or less are distractors, which ``DATASETS.COMBINEALL`` excludes
             from training. Default True.
+        has_cameras: whether images of the query's camera are junk. Default True.
         requires_gallery: whether a test set without gallery images is an error. Default True.
         evaluator: name of the evaluator if TEST.EVALUATOR is auto and all test sets have the same, for datasets that
             are not evaluated by retrieval. Default "": that of the meta-architecture.
@@ -84,6 +85,7 @@ class ImageDataset:
     is_closed_set = False
     has_distractors = True
     requires_gallery = True
+    has_cameras = True
     evaluator = ""
     protocols: ClassVar[tuple[str, ...]] = ()
     published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {}

@@ -51,7 +51,7 @@ def quantize(source: Source, inputs: Sequence[dict[str, Tensor]]) -> tuple[bytes
         _write_names(folder, layers)
         run_worker("errors", folder, "names.json", steps=len(layers), title="errors of layers")
         errors = json.loads((folder / "errors.json").read_text())
-        weighted = {key for key, module in source.module.named_modules() if hasattr(module, "weight")}
+        weighted = {key.rpartition(".")[0] for key in source.module.state_dict() if key.rpartition(".")[2] == "weight"}
         kept = sensitive_layers(errors, error, {layer["name"]: _title(layer, weighted) for layer in layers})
         quantized = [operator for operator in operators if operator["name"] not in kept]
         return _quantized(folder, quantized), list(kept.values())

@@ -18,7 +18,7 @@ def pt2_content(source: Source, metadata: dict[str, Any]) -> dict[str, bytes]:
     """Write a file of torch.export."""
     program, file = source.program, io.BytesIO()
     for part in program.graph_module.modules():
-        for node in getattr(part, "graph", torch.fx.Graph()).nodes:
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)  # contains local paths
     with quiet("torch.export cannot save the model"):
         torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata, indent=2)})

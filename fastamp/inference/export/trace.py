@@ -13,6 +13,7 @@ from torch.export import Dim, ExportedProgram
 
 from fastamp.amp import PrecisionPolicy, force_fp32
 from fastamp.amp.fp16_export import to_float16
+from fastamp.contracts import DeployableModule
 from fastamp.feature_pass import extract_features
 from fastamp.inference.export.preprocessing import Preprocessing
 from fastamp.inference.export.quiet import ExportError, quiet
@@ -112,14 +113,13 @@ def normalized(features: Tensor) -> Tensor:
 def _to_deploy_form(model: nn.Module) -> nn.Module:
     """Copy the model to the CPU and convert the copy to deploy form, in which the branches of blocks are fused."""
     model = copy.deepcopy(model).to("cpu").to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
-    for name in getattr(model, "training_only", ()):
+    for name in model.training_only:
         setattr(model, name, None)
     before = len(model.state_dict())
     for module in list(model.modules()):
-        switch = getattr(module, "switch_to_deploy", None)
-        if switch is not None:
+        if isinstance(module, DeployableModule):
             with contextlib.suppress(ConfigError):  # no deploy form without batch norm
-                switch()
+                module.switch_to_deploy()
     if len(model.state_dict()) != before:
         logger.info("fused the branches of each block into one convolution (MODEL.BACKBONE.DEPLOY)")
     return model

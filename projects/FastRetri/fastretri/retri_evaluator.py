@@ -66,5 +66,5 @@ def retrieval_config(cfg: CfgNode) -> Any:
 
 def _protocol_of(name: str) -> str:
     """Return the first recall protocol of a test set."""
-    published = getattr(DATASET_REGISTRY.get(name), "protocols", ()) if name in DATASET_REGISTRY else ()
+    published = DATASET_REGISTRY.get(name).protocols if name in DATASET_REGISTRY else ()
     return next((name for name in published if name.startswith("recall_at_k")), "recall_at_k_gallery")
