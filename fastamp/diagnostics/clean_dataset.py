@@ -43,12 +43,12 @@ def write_clean(
     protocol = protocol or Protocol()
     excluded = {image for finding in report.findings for image in finding.excluded}
     kept = {
-        split: [(row, item) for row, item in enumerate(getattr(dataset, split)) if (split, row) not in excluded]
+        split: [(row, item) for row, item in enumerate(dataset.split(split)) if (split, row) not in excluded]
         for split in SPLITS
     }
     table = dataset if isinstance(dataset, CsvDataset) else None
     database = table.database_lines if table else frozenset()
-    total = sum(len(getattr(dataset, split)) for split in SPLITS) - len(database)
+    total = sum(len(dataset.split(split)) for split in SPLITS) - len(database)
     queries, gallery = ([item for _, item in kept[split]] for split in ("query", "gallery"))
     matchless = find_matchless(dataset, queries, gallery, protocol)
     if not protocol.rule.open_set:
@@ -93,7 +93,7 @@ def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], pr
     A random split ignores the cameras if all test images are from one camera. In a file with the columns split and
     camid, these images would be excluded from the evaluation.
     """
-    if getattr(dataset, "has_cameras", True):
+    if dataset.has_cameras:
         return True
     if not all(dataset.camera(item.camid) for split_items in items.values() for item in split_items):
         return False  # the dataset has no cameras
