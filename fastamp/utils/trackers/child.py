@@ -4,10 +4,10 @@ Messages in both directions are lines of JSON. The first line on stdin describes
 contains the status. If stdin ends without a status, the training process was killed.
 """
 
+import importlib
 import importlib.util
 import json
 import os
-import pkgutil
 import signal
 import sys
 import threading
@@ -84,4 +84,4 @@ def _load(module: str, name: str, file: str) -> Tracker:
         assert spec and spec.loader, file
         sys.modules[module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[module])
-    return pkgutil.resolve_name(f"{module}:{name}")()
+    return getattr(importlib.import_module(module), name)()  # the name of a plugin's module has slashes
