@@ -81,7 +81,7 @@ def build_reid_train_loader(
     if rank == 0:
         for training_set in datasets:
             names = ("train", "query", "gallery") if cfg.DATASETS.COMBINEALL else ("train",)
-            log_splits(training_set, {name: training_set.split(name) for name in names})
+            log_splits(training_set, {name: training_set.images_in(name) for name in names})
         logger.info(
             "training set: %d images, %d identities; one epoch is %s of %s",
             len(dataset),
@@ -264,7 +264,7 @@ def build_reid_test_loader(
     transforms = build_transforms(cfg, is_train=False)
     source = build_dataset(dataset_name, cfg)
     for split in ("query", "gallery") if requires_gallery and source.requires_gallery else ("query",):
-        check_split(dataset_name, split, len(source.split(split)))
+        check_split(dataset_name, split, len(source.images_in(split)))
     items = PackedItems.concat([PackedItems.of(items) for items in source.test_items()])
     options: dict[str, Any] = {"relabel": False, "sources": [source], "categories": cfg.DATASETS.CATEGORIES}
     dataset = ReidDataset(items, transforms, **options)

@@ -35,7 +35,7 @@ def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, col
         OSError: if the file cannot be written.
     """
     width, height, gap, line = 64, 128, 4, 16
-    train, query, gallery = (_by_identity(dataset.split(split)) for split in SPLITS)
+    train, query, gallery = (_by_identity(dataset.images_in(split)) for split in SPLITS)
     rng = np.random.default_rng(seed)
     rows: list[tuple[str, list[ImageItem], int]] = []
     for title, groups in (("training", train), ("queries, gallery", query)):

@@ -28,7 +28,7 @@ def leaked_identities(dataset: ImageDataset) -> set[str]:
     """
     if dataset.is_closed_set or dataset.related_identities is False:
         return set()
-    trained, *tested = (_names(dataset, dataset.split(split)) for split in ("train", "query", "gallery"))
+    trained, *tested = (_names(dataset, dataset.images_in(split)) for split in ("train", "query", "gallery"))
     distractors = {"0", "-1"} if dataset.has_distractors else set()
     return trained & set().union(*tested) - distractors
 

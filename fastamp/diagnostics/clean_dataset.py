@@ -43,12 +43,12 @@ def write_clean(
     protocol = protocol or Protocol()
     excluded = {image for finding in report.findings for image in finding.excluded}
     kept = {
-        split: [(row, item) for row, item in enumerate(dataset.split(split)) if (split, row) not in excluded]
+        split: [(row, item) for row, item in enumerate(dataset.images_in(split)) if (split, row) not in excluded]
         for split in SPLITS
     }
     table = dataset if isinstance(dataset, CsvDataset) else None
     database = table.database_lines if table else frozenset()
-    total = sum(len(dataset.split(split)) for split in SPLITS) - len(database)
+    total = sum(len(dataset.images_in(split)) for split in SPLITS) - len(database)
     queries, gallery = ([item for _, item in kept[split]] for split in ("query", "gallery"))
     matchless = find_matchless(dataset, queries, gallery, protocol)
     if not protocol.rule.open_set:

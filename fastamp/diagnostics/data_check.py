@@ -62,7 +62,7 @@ def check_dataset(
         DataError: if the images of a split cannot be listed.
     """
     protocol = protocol or Protocol()
-    splits = {split: items for split in SPLITS if (items := dataset.split(split))}
+    splits = {split: items for split in SPLITS if (items := dataset.images_in(split))}
     rows = [(split, *count_items(items, dataset)) for split, items in splits.items()]
     packed = [PackedItems.of(items) for items in splits.values()]
     columns = summarize_columns(PackedItems.concat(packed)) if packed else []

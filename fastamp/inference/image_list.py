@@ -96,7 +96,7 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
             )
         return Listing(PackedItems.of(files), np.full(len(files), -1))
     dataset = build_dataset(name, cfg)
-    parts = {split: PackedItems.of(dataset.split(split)) for split in EXTRACTED_SPLITS if split in splits}
+    parts = {split: PackedItems.of(dataset.images_in(split)) for split in EXTRACTED_SPLITS if split in splits}
     items = PackedItems.concat([*parts.values(), PackedItems.of([])])
     if not items:
         raise DataError(

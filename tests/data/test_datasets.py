@@ -13,7 +13,7 @@ from fastamp.data.datasets import (
     data_root,
 )
 from fastamp.data.datasets import demo as demo_module
-from fastamp.data.training_images import training_items
+from fastamp.data.training_images import leaked_identities, training_items
 from fastamp.utils.errors import ConfigError, DataError
 
 
@@ -137,6 +137,17 @@ def test_splits_are_lists_or_functions():
     assert dataset.query == [ImageItem("b.jpg", 1, 0)] and dataset.gallery == [ImageItem("c.jpg", 1, 1)]
     with pytest.raises(DataError, match="nowhere"):
         dataset.check_before_run(["/", "/nowhere"])
+
+
+def test_dataset_may_have_an_attribute_split():
+    """Datasets of other programs often do."""
+
+    class Own(Numbered):
+        def __init__(self, root=""):
+            super().__init__(root)
+            self.split = "train"
+
+    assert leaked_identities(Own()) == leaked_identities(Numbered()) == {"1"}
 
 
 def test_identities_of_two_training_sets_are_distinct():

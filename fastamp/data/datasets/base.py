@@ -173,8 +173,8 @@ class ImageDataset:
         if missing:
             raise missing_dataset_error(type(self).__name__, missing, fix=ROOT_FIX)
 
-    def split(self, name: str) -> Sequence[ImageItem]:
-        """Return the images of ``"train"``, ``"query"`` or ``"gallery"``."""
+    def images_in(self, name: str) -> Sequence[ImageItem]:
+        """Return the images in the split ``"train"``, ``"query"`` or ``"gallery"``."""
         items: Sequence[ImageItem] = getattr(self, name)
         return items
 
