@@ -2,6 +2,7 @@
 
 import pytest
 from assigned_attributes import foreign_assignments
+from config_reads import instance_reads
 from docstring_types import typed_lines
 from glossary import banned_words, check_text
 
@@ -75,3 +76,16 @@ def test_assignments_to_attributes_of_other_modules_are_found(source, expected):
 def test_types_in_docstrings_are_found(section, line, violations):
     source = f'class A:\n    def f(self):\n        """Sum.\n\n        {section}:\n            {line}\n        """'
     assert len(list(typed_lines(source))) == violations
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("class A:\n    def __init__(self, cfg: CfgNode):\n        pass", [(2, "A")]),
+        ("class A:\n    def forward(self, x):\n        return self.cfg.MODEL", [(2, "A")]),
+        ("class A:\n    @classmethod\n    def from_config(cls, cfg):\n        return cls(size=cfg.SIZE)", []),
+        ("def build_a(cfg):\n    return A(cfg.SIZE)", []),
+    ],
+)
+def test_instances_that_read_the_config_are_found(source, expected):
+    assert list(instance_reads(source)) == expected
