@@ -70,12 +70,12 @@ class FeatureExtractor(nn.Module):
     ) -> None:
         super().__init__()
         self.preprocessing = preprocessing
-        self.model = _to_deploy_form(predictor.model)
-        if not isinstance(self.model, ImageModel):
+        if not isinstance(predictor.model, ImageModel):
             raise ExportError(
-                f"cannot export a {type(self.model).__name__}: expected an ImageModel.\n"
+                f"cannot export a {type(predictor.model).__name__}: expected an ImageModel.\n"
                 "  fix: derive the model class from fastamp.modeling.meta_arch.image_model.ImageModel"
             )
+        self.model = _to_deploy_form(predictor.model)
         if not normalization:
             self.model.take_normalized_images()
         if in_float16:
@@ -110,7 +110,7 @@ def normalized(features: Tensor) -> Tensor:
     return F.normalize(features, dim=1)
 
 
-def _to_deploy_form(model: nn.Module) -> nn.Module:
+def _to_deploy_form(model: ImageModel) -> ImageModel:
     """Copy the model to the CPU and convert the copy to deploy form, in which the branches of blocks are fused."""
     model = copy.deepcopy(model).to("cpu").to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
     for name in cast("tuple[str, ...]", model.training_only):
