@@ -46,7 +46,7 @@ class ForwardBuffers:
     def __init__(self, model: nn.Module, tensors: ModelTensors | None = None) -> None:
         self._tensors = tensors or ModelTensors(model)
         self._version = 0
-        self._recording: list[nn.Module] = []
+        self._recording: list[WriteRecorder] = []
         self._groups: list[list[torch.Tensor]] = []
         self._owners: list[list[tuple[nn.Module, str]]] = []  # module and name of each buffer in _groups
         self._saved: list[list[torch.Tensor]] | None = None

@@ -58,10 +58,12 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
         UserError: if the config, the data or the weights are invalid, or memory runs out.
     """
     loader = build_reid_train_loader(cfg)
-    cfg = with_num_categories(with_num_classes(*adapt_to_training_set(cfg, loader.dataset)), loader.dataset)
+    training_set: Any = loader.dataset
+    cfg = with_num_categories(with_num_classes(*adapt_to_training_set(cfg, training_set)), training_set)
     test_loader, num_query = build_reid_test_loader(cfg, cfg.DATASETS.TESTS[0], requires_gallery=False)
     model = build_model(cfg)
-    set_class_counts(model, loader)
+    with_contract: Any = loader  # its dataset has adopted the contract
+    set_class_counts(model, with_contract)
     set_epoch(model, cfg.SOLVER.MAX_EPOCH - 1)  # includes the losses that start later
     if cfg.MODEL.WEIGHTS:
         Checkpointer(model, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH).load(cfg.MODEL.WEIGHTS)

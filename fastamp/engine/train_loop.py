@@ -67,7 +67,7 @@ class SimpleTrainer(TrainerBase):
     ) -> None:
         super().__init__()
         self.model = model
-        self.data_loader = data_loader
+        self.data_loader: Any = data_loader  # a ``TrainLoader``, if it is restarted
         self.optimizers = list(optimizers)
         self.policy = policy
         self.accum_steps = accum_steps

@@ -191,7 +191,7 @@ class CsvDataset(ImageDataset):
     def origin(self, path: str) -> str:
         """Return the CSV file and the number of the first line that lists the image at ``path``; "" if none does."""
         for split in self._lines:
-            index = self.images_in(split).find(path)
+            index = PackedItems.of(self.images_in(split)).find(path)
             if index is not None:
                 return f"{self.file}, line {self.line(split, index)}"
         return ""

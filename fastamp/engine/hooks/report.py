@@ -42,8 +42,9 @@ class ReportHook(HookBase):
         iteration = self.trainer.iters_before + self.trainer.iter
         writers = [writer for writer in self.writers if isinstance(writer, ImageWriter)]
         clusters = sheet_image(run.clusters) if run.clusters is not None else None
-        for writer in writers if clusters is not None else ():
-            writer.write_image(iteration, "clusters", clusters)
+        if clusters is not None:
+            for writer in writers:
+                writer.write_image(iteration, "clusters", clusters)
         for test_set in run.sets if writers else ():
             image = rank_list_image(test_set)
             if image is not None:

@@ -79,8 +79,9 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
 
     def _connect(self) -> None:
         """Call the methods that a subclass overrides."""
-        own_loop = isinstance(self.trainer, TrainerBase)
-        self.storage: RunStorage = self.trainer.storage if own_loop else RunStorage(self.trainer)
+        loop: Any = self.trainer
+        own_loop = isinstance(loop, TrainerBase)
+        self.storage: RunStorage = loop.storage if own_loop else RunStorage(loop)
         vars(self.storage).update(writers=self.writers)
         self.register_hooks([MethodsHook(self, Points)])
         if own_loop or overrides(type(self), "run_step", DefaultTrainer):
@@ -116,7 +117,7 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
             vars(loop)["data_loader"] = self.data_loader
             return loop
 
-        given = {
+        given: dict[str, Any] = {
             "build_train_loader": lambda cfg: loader,
             "build_model": lambda cfg: model,
             "build_optimizers": lambda: {
@@ -177,8 +178,9 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
 
     def build_checkpointer(self, parts: Mapping[str, Any] | None = None) -> Checkpointer:
         """Build the checkpointer, with FastReID's methods; see ``fastamp.engine.DefaultTrainer``."""
-        checkpointer = super().build_checkpointer(parts)
+        checkpointer: Any = super().build_checkpointer(parts)
         checkpointer.__class__ = Checkpointer
+        assert isinstance(checkpointer, Checkpointer)
         return checkpointer
 
     def build_hooks(self) -> list[CoreHook]:
@@ -307,8 +309,8 @@ def average_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     A gradient that only some ranks have counts as 0 on the others. Every rank must call ``optimizer.step``.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.float32)
-    present = comm.all_reduce_max(present.to(parameters[0].device)).tolist()
+    own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.float32)
+    present = comm.all_reduce_max(own.to(parameters[0].device)).tolist()
     used = [parameter for parameter, anywhere in zip(parameters, present, strict=True) if anywhere]
     if not used:
         return

@@ -6,6 +6,7 @@ import torch
 
 from fastamp.config import CfgNode
 from fastamp.engine import evaluation
+from fastamp.evaluation import evaluator as core
 from fastamp.evaluation import reid_evaluation
 from fastamp.fastreid.evaluation.evaluator import DatasetEvaluator
 
@@ -76,7 +77,7 @@ class ReidEvaluator(DatasetEvaluator, reid_evaluation.ReidEvaluator):
             self._predictions.append(prediction)
 
 
-def build_evaluator(cfg: CfgNode, num_query: int, output_dir: str | None = None) -> DatasetEvaluator:
+def build_evaluator(cfg: CfgNode, num_query: int, output_dir: str | None = None) -> core.DatasetEvaluator:
     """Build the evaluator of a test set; see ``fastamp.engine.evaluation.build_evaluator``."""
     evaluator = evaluation.build_evaluator(cfg, num_query, output_dir)
     if type(evaluator) is reid_evaluation.ReidEvaluator:

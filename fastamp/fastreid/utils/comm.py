@@ -7,7 +7,20 @@ import torch
 import torch.distributed as dist
 
 from fastamp.utils import comm
-from fastamp.utils.comm import *  # noqa: F403
+from fastamp.utils.comm import get_rank, get_world_size, is_main_process, synchronize
+
+__all__ = [
+    "all_gather",
+    "gather",
+    "get_local_rank",
+    "get_local_size",
+    "get_rank",
+    "get_world_size",
+    "is_main_process",
+    "reduce_dict",
+    "shared_random_seed",
+    "synchronize",
+]
 
 
 def get_local_rank() -> int:

@@ -11,7 +11,8 @@ class Timer:
 
     def reset(self) -> None:
         """Restart from 0."""
-        self._start, self._paused, self._excluded = time.perf_counter(), None, 0.0
+        self._start, self._excluded = time.perf_counter(), 0.0
+        self._paused: float | None = None
 
     def pause(self) -> None:
         """Stop the watch.

@@ -23,7 +23,7 @@ _MODULES = (
 
 _TIMM = "timm/"
 
-Builder = TypeVar("Builder", bound="BackboneBuilder")
+Builder = TypeVar("Builder", bound=Callable[..., nn.Module])
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def variants(depths: Iterable[str], **fields: Any) -> Callable[[Builder], Builde
         Decorator that sets the attribute ``variants`` of the builder.
     """
 
-    def add(backbone: Builder) -> Builder:
+    def add(backbone: Any) -> Any:  # a function, whose attributes have no types
         backbone.variants = Variants(tuple(depths), **fields)
         return backbone
 

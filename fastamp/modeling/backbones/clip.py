@@ -345,8 +345,11 @@ class ClipVisionTransformer(TokenBackbone):
 
     def layer_groups(self) -> LayerGroups:
         """List the modules of each block, in order, and the final norm and projection."""
-        blocks: LayerGroups = [[block] for block in self.transformer.resblocks]
-        return [*blocks, [member for member in (self.ln_post, self.proj) if member is not None]]
+        groups: LayerGroups = [[block] for block in self.transformer.resblocks]
+        groups.append([] if self.ln_post is None else [self.ln_post])
+        if isinstance(self.proj, nn.Parameter):
+            groups[-1].append(self.proj)
+        return groups
 
     def hand_over_last_block(self) -> nn.Sequential:
         """Remove and return the last block and the norm; ``forward`` then returns all tokens.

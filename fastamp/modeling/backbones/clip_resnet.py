@@ -194,8 +194,8 @@ class ClipResNet(PositionGrid, nn.Module, Backbone):
 
     def layer_groups(self) -> LayerGroups:
         """List the four stages, which count as blocks, and the attention pooling."""
-        last = [] if self.attnpool is None else [self.attnpool]
-        return [[self.layer1], [self.layer2], [self.layer3], [self.layer4], [*last]]
+        groups: LayerGroups = [[self.get_submodule(f"layer{number}")] for number in range(1, 5)]
+        return [*groups, [] if self.attnpool is None else [self.attnpool]]
 
     def grid_for(self, size: tuple[int, int], stride: tuple[int, int], last_stride: int) -> tuple[int, int]:
         """Compute the size of the last map for training images of ``size``; ``stride`` has no effect."""

@@ -152,7 +152,7 @@ class EfficientNet(nn.Module, Backbone):
         """
         names = {"features.0.0": "stem.conv", "features.0.1": "stem.bn"}
         for stage in range(1, len(STRIDES) + 1):
-            for number, block in enumerate(self.get_submodule(f"s{stage}")):
+            for number, block in enumerate(self.get_submodule(f"s{stage}").children()):
                 source, target = f"features.{stage}.{number}.block", f"s{stage}.b{number + 1}"
                 parts = [("exp", "exp_bn")] if block.expands else []
                 parts += [("dwise", "dwise_bn"), ("se.f_ex.0", "se.f_ex.2"), ("lin_proj", "lin_proj_bn")]

@@ -1,10 +1,13 @@
 """MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381) and MobileNetV3 (Howard et al. 2019, arXiv:1905.02244).
 
+from typing import Any
+
 FastReID's MobileNetV2 is equivalent to torchvision's, with different parameter names. Its MobileNetV3 has torchvision's
 parameter names, but a different batch norm epsilon and a different last layer.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torchvision
@@ -102,7 +105,7 @@ class MobileNetV3(nn.Module, Backbone):
         return self.conv(self.features(x))
 
 
-def _set_image_channels(features: nn.Sequential, channels: int) -> None:
+def _set_image_channels(features: Any, channels: int) -> None:
     """Replace the first convolution if the images do not have three channels."""
     first = features[0][0]
     if channels != first.in_channels:

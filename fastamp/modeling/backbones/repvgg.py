@@ -1,5 +1,6 @@
 """RepVGG (Ding et al. 2021, arXiv:2101.03697): three branches per block in training, one convolution for inference."""
 
+import functools
 import logging
 from dataclasses import dataclass
 
@@ -102,7 +103,7 @@ class RepVGGBlock(nn.Module):
         if self.deploy:
             return self.relu(self.rbr_reparam(x))
         out = self.rbr_dense(x) + self.rbr_1x1(x)
-        return self.relu(out + self.rbr_identity(x) if self.with_identity else out)
+        return self.relu(out if self.rbr_identity is None else out + self.rbr_identity(x))
 
     def switch_to_deploy(self) -> None:
         """Fuse the branches of the block into one convolution, in place.
@@ -163,12 +164,13 @@ class RepVGGBlock(nn.Module):
             # In a grouped convolution the second index counts channels within the group.
             identity[channel, channel % identity.shape[1], 1, 1] = 1
             kernels["rbr_identity"] = identity
-        weight, bias = 0, 0
+        weights, biases = [], []
         for norm, kernel in kernels.items():
             scale, shift, mean, variance = (state[f"{norm}.{name}"].double() for name in _NORM_TENSORS)
             factor = scale / (variance + eps).sqrt()
-            weight = weight + kernel * factor[:, None, None, None]
-            bias = bias + shift - mean * factor
+            weights.append(kernel * factor[:, None, None, None])
+            biases += [shift, -mean * factor]
+        weight, bias = (functools.reduce(torch.add, terms) for terms in (weights, biases))
         return {"weight": weight.to(dense.dtype), "bias": bias.to(dense.dtype)}
 
 

@@ -232,12 +232,13 @@ class ResNet(nn.Module, Backbone):
 
     def stages(self, x: torch.Tensor) -> torch.Tensor:
         """Compute feature maps from the output (B, 64, h, w) of the stem."""
-        for blocks, attention, mix in (
+        parts: tuple[tuple[Any, Any, nn.Module | None], ...] = (
             (self.layer1, self.NL_1, self.mixstyle),
             (self.layer2, self.NL_2, self.mixstyle),
             (self.layer3, self.NL_3, None),
             (self.layer4, self.NL_4, None),
-        ):
+        )
+        for blocks, attention, mix in parts:
             first = len(blocks) - len(attention)
             for number, block in enumerate(blocks):
                 x = block(x)

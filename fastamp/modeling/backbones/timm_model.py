@@ -84,9 +84,10 @@ class TimmBackbone(SideInformation):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        self.model, self.feature = model, feature
+        self.model: Any = model  # of timm, whose modules have no types
+        self.feature = feature
         # Some models, e.g. MobileNetV3, have a wider layer after the last feature map.
-        self.feature_dim = map_width or getattr(model, "head_hidden_size", None) or model.num_features
+        self.feature_dim = int(map_width or getattr(model, "head_hidden_size", None) or self.model.num_features)
         self.before_head = map_width > 0
         if self.before_head:
             for name in {"head", "classifier", "fc"} & dict(model.named_children()).keys():
@@ -432,7 +433,7 @@ def _unsupported_size(cfg: CfgNode, name: str, probe: nn.Module, error: Exceptio
     )
 
 
-def _change_size(key: str, model: nn.Module) -> str:
+def _change_size(key: str, model: Any) -> str:
     """Describe how to change the size of the images to that in timm's config of the model."""
     size = (model.pretrained_cfg or {}).get("input_size")
     return f"change {key}, e.g. to {tuple(size[1:])}, its training size" if size else f"change {key}"
@@ -467,7 +468,7 @@ def _grid_like(patches: int, size: tuple[int, int]) -> tuple[int, int] | None:
     return grid if distortion < math.log(_MAX_DISTORTION) else None
 
 
-def _log_pixel_statistics(cfg: CfgNode, name: str, model: nn.Module) -> None:
+def _log_pixel_statistics(cfg: CfgNode, name: str, model: Any) -> None:
     """Log the mean and standard deviation with which the weights were trained, if the config has others."""
     pretrained = model.pretrained_cfg or {}
     for key, values in (("PIXEL_MEAN", pretrained.get("mean")), ("PIXEL_STD", pretrained.get("std"))):

@@ -39,9 +39,10 @@ def _has_single_convolution(model: nn.Module) -> bool:
     return isinstance(model.patch_embed, PatchEmbed)
 
 
-def patch_size_of(model: nn.Module) -> tuple[int, int]:
+def patch_size_of(model: Any) -> tuple[int, int]:
     """Return the height and width of the patches of a plain ViT, in pixels."""
-    return model.patch_embed.feat_ratio(as_scalar=False)
+    height, width = model.patch_embed.feat_ratio(as_scalar=False)
+    return height, width
 
 
 def nearest_grid(size: tuple[int, int], patch: tuple[int, int]) -> tuple[int, int]:
@@ -74,7 +75,7 @@ class TimmVisionTransformer(TokenBackbone):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,  # of timm, whose modules have no types
         *,
         stride: tuple[int, int],
         feature: str = "auto",
@@ -86,7 +87,7 @@ class TimmVisionTransformer(TokenBackbone):
     ) -> None:
         super().__init__()
         self.weights_grid = weights_grid
-        self.model = model
+        self.model: Any = model
         self.feature_dim, self.prefix = model.embed_dim, model.num_prefix_tokens
         self.patch, self.stride = patch_size_of(model), stride
         self.grid: tuple[int, int] = model.patch_embed.grid_size
@@ -270,7 +271,7 @@ class TimmLastBlock(nn.Module):
         feature: ``"class"``, ``"patches"`` or ``"pooled"``; see ``TimmVisionTransformer``.
     """
 
-    def __init__(self, model: nn.Module, feature: str) -> None:
+    def __init__(self, model: Any, feature: str) -> None:
         super().__init__()
         self.block, self.norm, self.fc_norm = model.blocks[-1], model.norm, model.fc_norm
         self.attn_pool, self.global_pool = model.attn_pool, model.global_pool

@@ -205,9 +205,11 @@ class SideInformation(nn.Module, Backbone):
                     f"  fix: add {name!r}, (B,) int64 IDs from 0 to {number - 1}, to the batch"
                 )
         self.check_side_ids(camids, viewids)
-        if self.cameras and self.views:
+        if camids is not None and viewids is not None and self.cameras and self.views:
             return camids * self.views + viewids
-        return camids if self.cameras else viewids
+        index = camids if self.cameras else viewids
+        assert index is not None  # checked above
+        return index
 
     def note_unused_side_embedding(self, state: dict[str, torch.Tensor], notes: list[str]) -> None:
         """Add a remark to ``notes`` if ``state`` has camera or view embeddings that the model does not use."""

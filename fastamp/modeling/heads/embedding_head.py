@@ -203,7 +203,8 @@ class EmbeddingHead(nn.Module, Head):
         self._require_classes()
         outputs = {"features": pooled.flatten(1) if self.neck_feat == "before" else neck}
         if self.partial_fc is not None:
-            return {"cls_outputs": self.partial_fc.logits(neck, self.weight, targets, self.cls_layer), **outputs}
+            partial: Any = self.partial_fc.logits(neck, self.weight, targets, self.cls_layer)
+            return {"cls_outputs": partial, **outputs}
         cls_outputs, logits = self.cls_layer(neck, self.weight, targets)
         return {"cls_outputs": cls_outputs, "pred_class_logits": logits, **outputs}
 

@@ -143,6 +143,13 @@ class ClothesAdversarialLoss(nn.Module):
     start_epoch_key = "MODEL.LOSSES.CAL.START_EPOCH"
     written_in_forward = True
 
+    weight: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    steps: torch.Tensor
+    seen: torch.Tensor
+    identity_of: torch.Tensor
+
     def __init__(
         self,
         *,

@@ -106,10 +106,12 @@ def with_columns(
     names = needed_columns(losses.values())
     if not names:
         return outputs
-    if isinstance(outputs, list):
-        return [(weight, with_columns(output, batch, losses)) for weight, output in outputs]
-    device = outputs["features"].device
-    return outputs | {name: column_of(batch, name).to(device, non_blocking=True) for name in names}
+
+    def add(output: Outputs) -> Outputs:
+        device = output["features"].device
+        return output | {name: column_of(batch, name).to(device, non_blocking=True) for name in names}
+
+    return [(weight, add(output)) for weight, output in outputs] if isinstance(outputs, list) else add(outputs)
 
 
 def column_of(batch: Mapping[str, Any], name: str) -> torch.Tensor:

@@ -158,7 +158,7 @@ def _get_class(key: str, prefix: str, module: ModuleType, base: str, name: str) 
     return choices[name]
 
 
-def _supported(module: ModuleType, base: str) -> dict[str, type[nn.Module]]:
+def _supported(module: ModuleType, base: str) -> dict[str, Any]:
     parent = module.BaseMetricLossFunction if base == "losses" else module.BaseMiner
     return {
         name: value
@@ -187,7 +187,7 @@ def _parameters(kind: type) -> dict[str, inspect.Parameter]:
     for base in kind.__mro__:
         if "__init__" not in vars(base):
             continue
-        parameters = inspect.signature(base.__init__).parameters.values()
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
         signature |= {p.name: p for p in named if p.name not in signature}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -98,7 +98,7 @@ class Baseline(ImageModel):
     @property
     def pools_tracklets(self) -> bool:
         """True if the head pools the frames of tracklets (``MODEL.HEADS.TEMPORAL_POOL``)."""
-        return self.heads.frames > 0
+        return bool(self.heads.frames > 0)
 
     def _tracklets(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Number the tracklets of a batch: ``{"tracklets": (B,) int64}``; empty if images are evaluated.
@@ -125,7 +125,7 @@ class Baseline(ImageModel):
 
     def _first_frames(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the labels and columns of the first frame of each tracklet, and all images."""
-        count, frames = len(batch["images"]), self.heads.frames
+        count, frames = len(batch["images"]), int(self.heads.frames)
         labels = (torch.Tensor, list, tuple)
         return {
             name: value[::frames] if name != "images" and isinstance(value, labels) and len(value) == count else value

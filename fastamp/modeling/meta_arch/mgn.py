@@ -83,7 +83,7 @@ class MGN(MultiBranchModel):
             backbone.maxpool,
             backbone.layer1,
             backbone.layer2,
-            backbone.layer3[0],
+            backbone.get_submodule("layer3.0"),
         )
         super().__init__(backbone=trunk, losses=losses, gather=gather, **pixels)
         stage3, stage4 = nn.Sequential(*list(backbone.layer3)[1:]), backbone.layer4

@@ -165,6 +165,10 @@ class MemoryBank(nn.Module):
         gamma: scale factor of the similarities. Default 32.
     """
 
+    queue: torch.Tensor
+    queue_label: torch.Tensor
+    queue_ptr: torch.Tensor
+
     def __init__(self, *, feature_dim: int, size: int, margin: float = 0.25, gamma: float = 32.0) -> None:
         super().__init__()
         self.margin, self.gamma = margin, gamma

@@ -109,7 +109,9 @@ class Baseline(baseline.Baseline):
 
     def losses(self, outputs: Outputs, gt_labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute the losses, name -> scalar float32, from the outputs of the head in training mode."""
-        return self._modules["losses"](outputs, gt_labels)
+        losses: Any = self._modules["losses"]
+        computed: dict[str, torch.Tensor] = losses(outputs, gt_labels)
+        return computed
 
 
 def with_known_losses(cfg: CfgNode) -> Any:
