@@ -70,7 +70,7 @@ def write_clean(
                 if split == "gallery":  # written with the training images
                     continue
                 split = DATABASE
-            values = [image, dataset.identity(item.pid), split]
+            values: list[object] = [image, dataset.identity(item.pid), split]
             values += [dataset.camera(item.camid)] if has_cameras else []
             values += (item.box or ("",) * 4) if has_boxes else []
             columns = item.columns or {}
