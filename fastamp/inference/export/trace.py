@@ -4,7 +4,7 @@ import contextlib
 import copy
 import logging
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -113,7 +113,7 @@ def normalized(features: Tensor) -> Tensor:
 def _to_deploy_form(model: ImageModel) -> ImageModel:
     """Copy the model to the CPU and convert the copy to deploy form, in which the branches of blocks are fused."""
     model = copy.deepcopy(model).to("cpu").to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
-    for name in cast("tuple[str, ...]", model.training_only):
+    for name in model.training_only:
         setattr(model, name, None)
     before = len(model.state_dict())
     for module in list(model.modules()):
