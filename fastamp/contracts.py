@@ -3,7 +3,8 @@
 A class may derive from a contract to inherit the defaults of its members, but need not: a class from outside, such as
 any ``nn.Module``, gets the defaults of the members that it lacks when it is registered or enters a model
 (``fastamp.utils.registry.adopt``), and all other code reads plain attributes. The contracts in the second half are
-optional abilities, each with one method or attribute; code asks for them with ``isinstance``.
+optional abilities, each with one method or attribute; code asks for them with ``isinstance``. Abilities that a single
+module asks for stand in that module, e.g. ``Teacher`` and ``OptimizerOwner``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -272,14 +273,6 @@ class ClassIndexer(Protocol):
 
 
 @runtime_checkable
-class Teacher(Protocol):
-    """Model from which another one can be distilled."""
-
-    def class_logits(self, batch: Batch) -> torch.Tensor:
-        """Compute the logits (B, K) float32 of the classes, without margin."""
-
-
-@runtime_checkable
 class IdChecker(Protocol):
     """Backbone that checks ``camids`` and ``viewids`` on the CPU; on a device, it would have to wait for them."""
 
@@ -293,27 +286,3 @@ class LayeredModule(Protocol):
 
     def layer_groups(self) -> Sequence[Sequence[Any]]:
         """List the modules and parameters of each layer, in order."""
-
-
-@runtime_checkable
-class DeployableModule(Protocol):
-    """Module that computes the same function with fewer operations after training."""
-
-    def switch_to_deploy(self) -> None:
-        """Convert the module, in place."""
-
-
-@runtime_checkable
-class OptimizerOwner(Protocol):
-    """Module whose parameters have their own optimizer, such as centers of classes."""
-
-    def build_optimizer(self) -> torch.optim.Optimizer:
-        """Build the optimizer."""
-
-
-@runtime_checkable
-class AveragingLoss(Protocol):
-    """Loss that averages over a subset of the batch."""
-
-    def total_and_count(self, outputs: Outputs, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the sum of the losses of images and the number of images, so that ranks can be combined."""

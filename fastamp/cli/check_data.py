@@ -167,6 +167,7 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
     """Print the report on one dataset and write the contact sheet to ``folder``; return True if it has errors."""
     from fastamp.data.build import build_dataset, find_training_problems
     from fastamp.data.contact_sheet import contact_sheet
+    from fastamp.data.datasets.custom import CsvDataset
     from fastamp.diagnostics.clean_dataset import write_clean
     from fastamp.diagnostics.data_check import check_dataset
     from fastamp.evaluation import Protocol
@@ -195,7 +196,7 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
     if args.write_clean:
         clean = Path(args.write_clean).expanduser()
         count, excluded = write_clean(dataset, report, clean, protocol=protocol)
-        invalid = len(getattr(dataset, "invalid_lines", ()))
+        invalid = len(dataset.invalid_lines) if isinstance(dataset, CsvDataset) else 0
         print(
             f"wrote {clean}: {_count(count, 'images')}; excluded {_count(excluded, 'images')} and "
             f"{_count(invalid, 'invalid lines')}"

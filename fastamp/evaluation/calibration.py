@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any
 
@@ -159,16 +159,13 @@ def percent(rate: float) -> str:
 
 def _check_state(calibration: Calibration) -> None:
     """Raise TypeError or ValueError if a value has a wrong type or range."""
-    wrong = [
-        name for name in ("metric", "method", "source", "config_hash") if type(getattr(calibration, name)) is not str
-    ]
+    values = vars(calibration)
+    wrong = [name for name in ("metric", "method", "source", "config_hash") if type(values[name]) is not str]
     thresholds = ("same_threshold", "different_threshold", "search_threshold")
-    wrong += [name for name in thresholds if not _is_finite(getattr(calibration, name))]
+    wrong += [name for name in thresholds if not _is_finite(values[name])]
     rates = ("far", "frr", "fpir", "fraction")
-    wrong += [
-        name for name in rates if not (_is_finite(getattr(calibration, name)) and 0 < getattr(calibration, name) < 1)
-    ]
-    wrong += [name for name in ("gallery_size", "seed") if type(getattr(calibration, name)) is not int]
+    wrong += [name for name in rates if not (_is_finite(values[name]) and 0 < values[name] < 1)]
+    wrong += [name for name in ("gallery_size", "seed") if type(values[name]) is not int]
     if "gallery_size" not in wrong and calibration.gallery_size < 1:
         wrong.append("gallery_size")
     curve = calibration.curve
@@ -178,8 +175,8 @@ def _check_state(calibration: Calibration) -> None:
     elif not ((np.diff(x) >= 0).all() and (np.diff(y) >= 0).all() and (y > 0).all() and (y < 1).all()):
         wrong.append("probabilities")
     for name, part in (("chosen", calibration.chosen), ("measured", calibration.measured)):
-        values = [getattr(part, field.name) for field in fields(part) if field.name != "gallery_size"]
-        if type(part.gallery_size) is not int or not all(map(_is_valid, values)):
+        rates_of_part = [value for rate, value in vars(part).items() if rate != "gallery_size"]
+        if type(part.gallery_size) is not int or not all(map(_is_valid, rates_of_part)):
             wrong.append(name)
     if wrong:
         raise ValueError(f"invalid {', '.join(wrong)}")

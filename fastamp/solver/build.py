@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from fastamp.amp.row_update import ROW_OPTIMIZERS
 from fastamp.amp.step import Clip
 from fastamp.config import CfgNode
-from fastamp.contracts import LayeredModule, OptimizerOwner
+from fastamp.contracts import LayeredModule
 from fastamp.layers import PartialFC
 from fastamp.solver.clip import clip_gradients
 from fastamp.solver.lr_schedule import learning_rate_factor
@@ -32,6 +32,14 @@ _NORM_LAYERS = (
     nn.LayerNorm,
     nn.LocalResponseNorm,
 )
+
+
+@runtime_checkable
+class OptimizerOwner(Protocol):
+    """Module whose parameters have their own optimizer, such as centers of classes."""
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """Build the optimizer."""
 
 
 def parameter_groups(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:

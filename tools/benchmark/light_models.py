@@ -31,10 +31,10 @@ from tqdm import tqdm
 from fastamp.amp import PrecisionPolicy
 from fastamp.checkpoint.weights_file import write_checkpoint
 from fastamp.config import get_cfg, read_config
-from fastamp.contracts import DeployableModule
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine.dry_run import multiply_adds
 from fastamp.inference.export import ExportError, export
+from fastamp.inference.export.trace import DeployableModule
 from fastamp.inference.predictor import Predictor
 from fastamp.inference.sessions import Session, open_onnx, open_openvino
 from fastamp.modeling import build_model

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,6 @@ from torch.export import Dim, ExportedProgram
 
 from fastamp.amp import PrecisionPolicy, force_fp32
 from fastamp.amp.fp16_export import to_float16
-from fastamp.contracts import DeployableModule
 from fastamp.feature_pass import extract_features
 from fastamp.inference.export.preprocessing import Preprocessing
 from fastamp.inference.export.quiet import ExportError, quiet
@@ -108,6 +107,14 @@ class FeatureExtractor(nn.Module):
 def normalized(features: Tensor) -> Tensor:
     """L2-normalize features (B, D)."""
     return F.normalize(features, dim=1)
+
+
+@runtime_checkable
+class DeployableModule(Protocol):
+    """Module that computes the same function with fewer operations after training."""
+
+    def switch_to_deploy(self) -> None:
+        """Convert the module, in place."""
 
 
 def _to_deploy_form(model: ImageModel) -> ImageModel:

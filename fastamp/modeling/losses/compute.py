@@ -1,18 +1,26 @@
 """Compute the losses from the outputs of a head."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from fastamp.contracts import AveragingLoss, Loss, Outputs
+from fastamp.contracts import Loss, Outputs
 from fastamp.layers import PartialLogits
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.registry import adopt
 
 _NOT_COLUMNS = ("images", "targets", "camids", "viewids", "indices", "img_paths", "augmentation")
+
+
+@runtime_checkable
+class AveragingLoss(Protocol):
+    """Loss that averages over a subset of the batch."""
+
+    def total_and_count(self, outputs: Outputs, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the sum of the losses of images and the number of images, so that ranks can be combined."""
 
 
 def main_outputs(outputs: Outputs | list[tuple[float, Outputs]]) -> Outputs:

@@ -1,7 +1,8 @@
 """Teacher models for distillation, built from config and weights files."""
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from fastamp.amp import requested_device
@@ -9,10 +10,18 @@ from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
 from fastamp.config import CfgNode, get_cfg
 from fastamp.config.defaults import KEYS
-from fastamp.contracts import Teacher
+from fastamp.contracts import Batch
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY, build_model
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
 from fastamp.utils.files import expand
+
+
+@runtime_checkable
+class Teacher(Protocol):
+    """Model from which another one can be distilled."""
+
+    def class_logits(self, batch: Batch) -> torch.Tensor:
+        """Compute the logits (B, K) float32 of the classes, without margin."""
 
 
 def build_teachers(cfg: CfgNode) -> list[nn.Module]:
