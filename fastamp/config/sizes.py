@@ -1,11 +1,10 @@
 """Input size of the model, from the INPUT keys."""
 
-from typing import Any
-
+from fastamp.config.config import CfgNode
 from fastamp.utils.errors import ConfigError
 
 
-def crop_size(cfg: Any) -> tuple[int, int] | None:
+def crop_size(cfg: CfgNode) -> tuple[int, int] | None:
     """Return (height, width) of INPUT.CROP in pixels; None if it is disabled."""
     if not cfg.INPUT.CROP.ENABLED:
         return None
@@ -13,7 +12,7 @@ def crop_size(cfg: Any) -> tuple[int, int] | None:
     return size * 2 if len(size) == 1 else size
 
 
-def input_size(cfg: Any, *, is_train: bool) -> tuple[int, int] | None:
+def input_size(cfg: CfgNode, *, is_train: bool) -> tuple[int, int] | None:
     """Return (height, width) of the model's input in pixels; None if it depends on the image.
 
     The size is INPUT.CROP.SIZE if INPUT.CROP is enabled, else SIZE_TRAIN or SIZE_TEST. If SIZE_TRAIN is ``(side,)`` and
@@ -32,14 +31,14 @@ def input_size(cfg: Any, *, is_train: bool) -> tuple[int, int] | None:
     return size * 2 if is_train and cfg.INPUT.PADDING.ENABLED and size != (0,) else None
 
 
-def size_key(cfg: Any, *, is_train: bool) -> str:
+def size_key(cfg: CfgNode, *, is_train: bool) -> str:
     """Return the config key that determines ``input_size``."""
     if cfg.INPUT.CROP.ENABLED:
         return "INPUT.CROP.SIZE"
     return "INPUT.SIZE_TRAIN" if is_train else "INPUT.SIZE_TEST"
 
 
-def fixed_input_size(cfg: Any, *, is_train: bool, needed_by: str) -> tuple[int, int]:
+def fixed_input_size(cfg: CfgNode, *, is_train: bool, needed_by: str) -> tuple[int, int]:
     """Return ``input_size``, or raise an error if it depends on the image.
 
     Args:
