@@ -340,7 +340,7 @@ class OptimizationStep:
         sharded_ids = self._sharded_ids()
         sharded = [number for number, p in enumerate(parameters) if id(p) in sharded_ids]
         norms = torch.stack(torch._foreach_norm(tensors))
-        norms = norms_over_ranks(norms, sharded) if sharded else norms
+        norms = norms_over_ranks(norms, sharded)
         return Gradients(active, parameters, tensors, norms, torch.linalg.vector_norm(norms), sharded)
 
     def check_finite(self, gradients: Gradients) -> StepVerdict:

@@ -76,16 +76,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COLUMN",
         help="group the results by identity, camera or a further column of the gallery, the best group first",
     )
-    terms = read_tables("SEARCH_TERMS")
-    parser.set_defaults(terms=terms)
-    for name, term in terms.items():
-        parser.add_argument(f"--{name}", dest=_TERM + name, metavar="TEXT", help=term.help)
     for name in ("camera", "identity"):
         parser.add_argument(f"--{name}", nargs="+", metavar="NAME", help=f"search only these {_PLURALS[name]}")
     parser.add_argument("--after", metavar="TIME", help="search only images from this time, ISO 8601, UTC (mutable)")
     parser.add_argument("--before", metavar="TIME", help="search only images before this time (mutable)")
     parser.add_argument("--exact", action="store_true", help="exact search instead of the index")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    terms = read_tables("SEARCH_TERMS")
+    parser.set_defaults(terms=terms)
+    for name, term in terms.items():
+        try:
+            parser.add_argument(f"--{name}", dest=_TERM + name, metavar="TEXT", help=term.help)
+        except argparse.ArgumentError as error:
+            raise ConfigError(
+                f"{term.file}: SEARCH_TERMS: --{name} is an option of fastamp search.\n  fix: rename it"
+            ) from error
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastamp.config.component_keys import find_assignment
 from fastamp.config.projects import list_projects
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, summarize_error
 from fastamp.utils.plugins import installed_plugins, naming_distribution
 
 
@@ -31,10 +31,20 @@ class Declared:
     folder: str = ""
 
     def load(self) -> Any:
-        """Import the command or search term."""
+        """Import the command or search term.
+
+        Raises:
+            ConfigError: if it cannot be imported.
+        """
         if self.folder and self.folder not in sys.path:
             sys.path.append(self.folder)
-        return pkgutil.resolve_name(self.target)
+        try:
+            return pkgutil.resolve_name(self.target)
+        except Exception as error:  # anything that code of a plugin raises
+            raise ConfigError(
+                f"{self.file}: {self.target} cannot be imported: {summarize_error(error)}\n"
+                "  fix: correct the name or the module, or uninstall the plugin"
+            ) from error
 
 
 def read_tables(table: str) -> dict[str, Declared]:
@@ -54,8 +64,7 @@ def read_tables(table: str) -> dict[str, Declared]:
     """
     found: dict[str, Declared] = {}
     for file, folder in _plugin_files():
-        value = find_assignment(file, table)
-        for name, (target, text) in _entries(value, file, table):
+        for name, (target, text) in _entries(file, table):
             if name in found:
                 raise ConfigError(
                     f"{table}: {name!r} is declared by {found[name].file} and {file}.\n  fix: rename one of them"
@@ -75,11 +84,10 @@ def _plugin_files() -> list[tuple[Path, str]]:
     return files
 
 
-def _entries(value: ast.expr | None, file: Path, table: str) -> list[tuple[str, tuple[str, str]]]:
+def _entries(file: Path, table: str) -> list[tuple[str, tuple[str, str]]]:
     try:
-        return [
-            (str(name), (str(target), str(text))) for name, (target, text) in ast.literal_eval(value or "{}").items()
-        ]
+        entries = ast.literal_eval(find_assignment(file, table) or "{}")
+        return [(str(name), (str(target), str(text))) for name, (target, text) in entries.items()]
     except (AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ConfigError(
             f'{file}: {table}: expected a literal such as {{"name": ("module", "help")}}: {error}.\n'

@@ -145,11 +145,14 @@ class Service:
             ]
             try:
                 decoded = await asyncio.gather(*decoding)
-                features = await self.batcher.features([image for image, _ in decoded])
             except DataError as error:
                 message, _ = split_fix(str(error))
                 fix = f"send a JPEG, PNG or WebP file of at most {self.limits.megapixels:g} megapixels"
                 raise RequestError(422, "invalid_image", message, fix) from error
+            try:
+                features = await self.batcher.features([image for image, _ in decoded])
+            except DataError as error:
+                raise RequestError(422, "invalid_image", *split_fix(str(error))) from error
             return features, [picture for _, picture in decoded]
 
     def _compute(self, images: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fastamp.cli import command_parser
 from fastamp.config import plugin_tables
 from fastamp.config.plugin_tables import read_tables
 from fastamp.utils import plugins
@@ -57,3 +58,23 @@ def test_name_of_two_plugins_is_an_error(project):
         project('COMMANDS = {"count": ("counting", "count")}', name)
     with pytest.raises(ConfigError, match="'count'.*One.*Two"):
         read_tables("COMMANDS")
+
+
+def test_plugin_with_a_syntax_error_is_named(project):
+    folder = project('COMMANDS = {"count": ("counting", "count")}\ndef')
+    with pytest.raises(ConfigError, match=f"{folder}.*COMMANDS"):
+        read_tables("COMMANDS")
+
+
+@pytest.mark.parametrize("target", ["missing_module_of_plugin", "json:Missing"])
+def test_plugin_of_a_command_that_cannot_be_imported_is_named(project, monkeypatch, target):
+    monkeypatch.setattr("sys.path", [])
+    folder = project(f'COMMANDS = {{"count": ({target!r}, "count")}}')
+    with pytest.raises(ConfigError, match=f"{folder}.*{target}"):
+        read_tables("COMMANDS")["count"].load()
+
+
+def test_search_term_named_as_an_option_is_an_error(project):
+    folder = project('SEARCH_TERMS = {"top": ("mine_near:Near", "images near a place")}')
+    with pytest.raises(ConfigError, match=f"{folder}.*--top"):
+        command_parser("search", "fastamp search")
