@@ -131,9 +131,10 @@ def feature_pass(
         text = ""
         if failed:
             number = flags.index(False)
-            batch = next(itertools.islice(iter(loader), number, None)) if on_all_ranks else batch
+            # None: the loader can be iterated only once.
+            found = next(itertools.islice(iter(loader), number, None), None) if on_all_ranks else batch
             with comm.as_single_process(), evaluation_mode(model):
-                text = _explain_not_finite(model, batch, number, policy, locate)
+                text = _explain_not_finite(model, found, number, policy, locate)
         raise NotFiniteError(comm.select_message(text) if on_all_ranks else text)
     if title:
         seconds = time.perf_counter() - start
@@ -144,11 +145,11 @@ def feature_pass(
 
 
 def _explain_not_finite(
-    model: nn.Module, batch: Batch, number: int, policy: PrecisionPolicy, locate: Locator | None
+    model: nn.Module, batch: Batch | None, number: int, policy: PrecisionPolicy, locate: Locator | None
 ) -> str:
     """Build the error message of a batch; ``number`` is its index in this process."""
-    where = f"test batch {number}" + (f", first image {batch['img_paths'][0]}" if "img_paths" in batch else "")
-    location = locate(model, batch, policy) if locate else ""
+    where = f"batch {number}" + (f", first image {batch['img_paths'][0]}" if batch and "img_paths" in batch else "")
+    location = locate(model, batch, policy) if locate and batch else ""
     fix = "  fix: evaluate with SOLVER.AMP.EVAL_DTYPE float32; if this fails too, use other weights"
     return (
         f"features are not finite: the model returned NaN or Inf in {dtype_name(policy.dtype)} ({where}).\n"

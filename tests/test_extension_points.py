@@ -348,7 +348,7 @@ def test_documented_search_term_limits_the_search(plugin_project, checkpoint, qu
     assert main(command) == 2 and "--species" in capsys.readouterr().err
 
 
-def test_documented_index_kind_is_built_measured_and_read_again(tmp_path):
+def test_documented_index_kind_is_built_measured_and_read_again(tmp_path, monkeypatch):
     (tmp_path / "scalar_codes.py").write_text(documented_file("extending/index-kind", "scalar_codes.py"))
     import_plugin_file(tmp_path / "scalar_codes.py")
     matrix, numbers = np.random.default_rng(0).standard_normal((500, 8)).astype(np.float32), np.arange(500)
@@ -358,3 +358,6 @@ def test_documented_index_kind_is_built_measured_and_read_again(tmp_path):
         gallery = open_gallery(tmp_path / "a.npz", **options)
         assert gallery.kind == "sq8" and gallery.recall > 0.98
         assert search(matrix[:9], gallery, 1).rows[:, 0].tolist() == list(range(9))
+    monkeypatch.setattr(INDEX_REGISTRY, "_components", {})
+    with pytest.raises(DataError, match="'sq8'"):
+        open_gallery(tmp_path / "a.npz")

@@ -85,7 +85,7 @@ def test_values_that_are_not_finite_raise_an_error_that_names_the_batch(on_all_r
     batches, received = loader(), []
     batches[1]["images"] = batches[1]["images"] * torch.nan
     batches[1]["img_paths"] = ["wrong.jpg", "right.jpg"]
-    with pytest.raises(NotFiniteError, match=r"test batch 1, first image wrong\.jpg(.|\n)*hint") as error:
+    with pytest.raises(NotFiniteError, match=r"batch 1, first image wrong\.jpg(.|\n)*hint") as error:
         feature_pass(
             Mean().eval(),
             batches,
@@ -96,6 +96,13 @@ def test_values_that_are_not_finite_raise_an_error_that_names_the_batch(on_all_r
         )
     assert isinstance(error.value, DataError) and isinstance(error.value, TrainingError)
     assert len(received) == (3 if on_all_ranks else 1)
+
+
+def test_values_that_are_not_finite_in_an_iterator_name_the_batch_number():
+    batches = loader()
+    batches[1]["images"] = batches[1]["images"] * torch.nan
+    with pytest.raises(NotFiniteError, match="batch 1"):
+        collect_features(Mean().eval(), iter(batches), POLICY, locate=lambda *_: "hint")
 
 
 def test_collected_features_can_be_used_in_a_loss():

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastamp.cli.model_arguments import EXPORTED_HELP, add_camera_view_arguments, add_model_arguments, model_of
 from fastamp.cli.options import is_key, split_key_values
+from fastamp.config import get_cfg
 from fastamp.config.plugin_tables import read_tables
-from fastamp.utils.choices import EF_SEARCH, INDEX_KINDS, PROBED
+from fastamp.utils.choices import EF_SEARCH, PROBED
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 from fastamp.utils.table import format_table
 
@@ -58,9 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kind",
-        choices=("auto", *INDEX_KINDS),
         default="auto",
-        help="type of a new index (default: auto, by the number of features)",
+        metavar="KIND",
+        help="kind of a new index: flat, ivf, hnsw, ivfpq, or that of a plugin (default: auto, by the number of "
+        "features)",
     )
     parser.add_argument("--top", "-k", type=int, default=10, help="number of results per query (default: %(default)s)")
     parser.add_argument(
@@ -117,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"query image {missing} not found.\n  fix: correct the path")
     path, conditions = check_gallery(args.gallery), _conditions(args)
     how = {"index": args.index, "kind": args.kind}
+    get_cfg(args.plugin)  # registers the kinds of indices of a plugin
     # Before the model is loaded, unless it has to extract the features of a folder of images.
     gallery = open_gallery(path, **how) if args.group_by and has_features(path) else None
     group_by = None if gallery is None else _group_key(args.group_by, gallery.columns)
@@ -158,7 +161,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _is_known_key(word: str) -> bool:
     """Return True for a config key; an image that is not found may be spelled as one: IMG_1.JPG."""
-    from fastamp.config import get_cfg
 
     return is_key(word) and re.split("[.=]", word)[0] in get_cfg()
 

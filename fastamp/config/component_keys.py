@@ -68,7 +68,7 @@ def declared_keys(file: Path) -> tuple[Key, ...]:
 def find_assignment(file: Path, name: str) -> ast.expr | None:
     """Return the value that a Python file assigns to a name at its top level; None if there is no such assignment."""
     source = file.read_text(encoding="utf-8")
-    if f"\n{name}" not in source:  # parsing all files takes half a second
+    if f"\n{name}" not in f"\n{source}":  # parsing all files takes half a second
         return None
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:

@@ -23,8 +23,8 @@ class Stage:
         trainer: training loop with the losses, batches and optimizers of the stage. Hooks that are registered with it,
             e.g. ``LRScheduler``, are called in this stage only.
         max_epoch: number of epochs.
-        data_loader: loader to start at the first batch. Default: None, that of the trainer, which may also be an
-            iterator over it.
+        data_loader: loader of the stage, started at the first batch to train on. Default: None, that of the trainer.
+            Required if the trainer has an iterator over it; ``prepare_epoch`` cannot restart an iterator.
     """
 
     name: str
@@ -73,14 +73,16 @@ class Stages:
         """Run the iterations of a stage that are left."""
         self.current, trainer, start = stage, stage.trainer, stage.trainer.start_iter
         trainer.register_hooks(self._shared)  # sets their trainer
-        (stage.data_loader or trainer.data_loader).start_at(trainer.batches_before(start))
-        logger.info(
-            "%straining %s of %s%s",
-            f"{trainer.stage_name}: " if trainer.stage_name else "",
-            plural(stage.max_epoch, "epoch"),
-            plural(trainer.iters_per_epoch, "iteration"),
-            f", from iteration {start + 1} of {trainer.max_iter}" if start else "",
-        )
+        loader = trainer.data_loader if stage.data_loader is None else stage.data_loader
+        loader.start_at(trainer.batches_before(start))
+        if start < trainer.max_iter:
+            logger.info(
+                "%straining %s of %s%s",
+                f"{trainer.stage_name}: " if trainer.stage_name else "",
+                plural(stage.max_epoch, "epoch"),
+                plural(trainer.iters_per_epoch, "iteration"),
+                f", from iteration {start + 1} of {trainer.max_iter}" if start else "",
+            )
         trainer.train(start, stage.max_epoch, trainer.iters_per_epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,7 +100,7 @@ class Stages:
         if state["stage"] not in by_name:
             raise ValueError(
                 f"the checkpoint was saved in the stage {state['stage']}, the run has {', '.join(by_name)}: "
-                "SOLVER.TRAINER changed"
+                "SOLVER.TRAINER or the names of its stages changed"
             )
         self.current = by_name[state["stage"]]
         trainer = self.current.trainer

@@ -110,7 +110,12 @@ def read_index(
         kind = INDEX_REGISTRY.get(texts["kind"]) if texts["kind"] in INDEX_REGISTRY else None
         if texts["fingerprint"] != fingerprint:
             raise DataError(f"{path} is the index of another gallery.\n  fix: {_FIX}")
-    if kind is None or type(index).__name__ != kind.faiss_class or index.d != model.width or not _fits(index, model):
+    if kind is None:
+        raise DataError(
+            f"{path} is an index of the kind {texts['kind']!r}, which is not registered.\n"
+            f"  fix: register it, e.g. with --plugin; or {_FIX}"
+        )
+    if type(index).__name__ != kind.faiss_class or index.d != model.width or not _fits(index, model):
         raise DataError(
             f"{path} does not match its features: expected kind {texts['kind']!r}, metric {model.metric!r} and "
             f"dimension {model.width}, got {type(index).__name__} with faiss metric {index.metric_type} and dimension "

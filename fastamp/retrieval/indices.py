@@ -33,7 +33,7 @@ class Index(ABC):
 
     Args:
         index: faiss index.
-        effort: number of lists to search, or of candidates in the graph, by default. None: see the classes.
+        effort: number of lists to search, or of candidates in the graph, of a search. Default: None, that of the class.
         recall: measured fraction in 0..1 of the 10 nearest features that are found with it; NaN if not measured.
     """
 
@@ -55,7 +55,13 @@ class Index(ABC):
 
     @abstractmethod
     def propose(self, queries: np.ndarray, k: int, effort: int | None = None) -> np.ndarray:
-        """Return the rows (Q, C) of the proposed features for each query, -1 for none."""
+        """Return the rows (Q, C) of the proposed features for each query, -1 for none.
+
+        Args:
+            queries: (Q, D) float32, normalized for the metric.
+            k: number of results.
+            effort: ``effort`` of the index or of the search. Default: None, that of the class.
+        """
 
     def measure(self, vectors: Vectors) -> float:
         """Set the effort to the smallest tried one with the wanted recall, and measure the recall.
@@ -97,7 +103,7 @@ class InvertedLists(Index):
     def propose(self, queries: np.ndarray, k: int, effort: int | None = None) -> np.ndarray:
         import faiss
 
-        probed = min(effort or self.effort or math.ceil(PROBED * self.faiss.nlist), self.faiss.nlist)
+        probed = min(effort or math.ceil(PROBED * self.faiss.nlist), self.faiss.nlist)
         return np.asarray(self.faiss.search(queries, k, params=faiss.SearchParametersIVF(nprobe=probed))[1])
 
 
@@ -118,7 +124,7 @@ class NeighborGraph(Index):
     def propose(self, queries: np.ndarray, k: int, effort: int | None = None) -> np.ndarray:
         import faiss
 
-        parameters = faiss.SearchParametersHNSW(efSearch=max(effort or self.effort or EF_SEARCH, k))
+        parameters = faiss.SearchParametersHNSW(efSearch=max(effort or EF_SEARCH, k))
         return np.asarray(self.faiss.search(queries, k, params=parameters)[1])
 
 

@@ -80,7 +80,8 @@ def search(
         gallery: gallery to search.
         k: number of results per query; limited to the number of images. Default: 10.
         effort: number of lists to search for ``ivf`` and ``ivfpq`` (nprobe), or number of candidates for ``hnsw``
-            (efSearch); larger values increase recall and search time. Default: that of the index.
+            (efSearch); larger values increase recall and search time. Default: that of the index, with which its recall was
+            measured.
         exact: if True, compare with all images, regardless of the kind of index. Default: False.
         where: conditions on the images to compare with, or their rows (M,) int64; the comparison is exact.
             Default: None, all images.
@@ -100,7 +101,8 @@ def search(
         if exact or rows is not None or gallery.index is None:
             scores, found = gallery.vectors.nearest(queries, k, rows)
         else:
-            scores, found = gallery.vectors.nearest_of(queries, k, gallery.index.propose(queries, k, effort))
+            proposed = gallery.index.propose(queries, k, effort or gallery.index.effort)
+            scores, found = gallery.vectors.nearest_of(queries, k, proposed)
         return SearchResult(scores, found, gallery.columns_of(found), gallery.model.metric, searched)
 
 

@@ -46,6 +46,11 @@ def test_installed_plugin_declares_a_table(tmp_path, monkeypatch, project):
     assert read_tables("COMMANDS")["count"].target == "counting"
 
 
+def test_table_may_be_the_first_line_of_a_file(project):
+    (project("") / "plugin.py").write_text('COMMANDS = {"count": ("counting", "count")}\n')
+    assert list(read_tables("COMMANDS")) == ["count"]
+
+
 @pytest.mark.parametrize("value", ['["a"]', '{"a": "module"}', "{name: 1}", "dict(a=1)"])
 def test_invalid_table_names_the_file(project, value):
     folder = project(f"COMMANDS = {value}")

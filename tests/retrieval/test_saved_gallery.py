@@ -18,7 +18,6 @@ from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.open_gallery import open_gallery
 from fastamp.retrieval.search import search
-from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import WeightsError
 
 FILES = Path(__file__).parents[1] / "reference/saved_gallery"
@@ -45,7 +44,7 @@ def test_saved_extraction_can_be_read():
     assert set(extraction.images.split.tolist()) == {"query", "gallery"}
 
 
-@pytest.mark.parametrize("kind", INDEX_KINDS)
+@pytest.mark.parametrize("kind", ["flat", "ivf", "hnsw"])
 def test_search_results_from_saved_index_are_unchanged(kind):
     gallery = open_gallery(FILES / ("gallery.npz" if kind == "flat" else f"{kind}.index"))
     found = search(QUERIES, gallery, 3)

@@ -17,7 +17,6 @@ from fastamp.retrieval.indices import ProductCodes, choose_kind
 from fastamp.retrieval.npz import write_arrays
 from fastamp.retrieval.open_gallery import open_gallery, with_index
 from fastamp.retrieval.search import search
-from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import ConfigError, DataError
 
 
@@ -49,7 +48,7 @@ def test_every_kind_of_index_finds_nearest_neighbors(tmp_path, metric):
     else:
         scores = torch.cdist(sought, features, compute_mode="donot_use_mm_for_euclid_dist")
     expected, rows = scores.topk(10, largest=metric == "cosine")
-    for kind in (*INDEX_KINDS, ProductCodes.kind):
+    for kind in ("flat", "ivf", "hnsw", ProductCodes.kind):
         gallery = with_index(extraction, tmp_path / f"{kind}.index", kind)
         assert (gallery.kind, gallery.model.metric, len(gallery), gallery.model.width) == (kind, metric, 1500, 24)
         assert (gallery.recall is None) if kind == "flat" else gallery.recall >= 0.95
@@ -73,6 +72,15 @@ def test_ivf_index_search_with_lower_effort_has_lower_recall(tmp_path):
     exact = search(queries, gallery, 10, exact=True).rows
     recall = [np.isin(search(queries, gallery, 10, effort=effort).rows, exact).mean() for effort in (1, 128)]
     assert recall[0] < recall[1] == 1
+
+
+def test_search_without_effort_has_that_with_which_the_recall_was_measured(tmp_path):
+    extraction, queries = clustered(tmp_path / "a.npz", "cosine")
+    gallery = with_index(extraction, tmp_path / "ivf.index", "ivf")
+    gallery.index.effort = 1
+    found, expected = search(queries, gallery, 10), search(queries, gallery, 10, effort=1)
+    assert np.array_equal(found.rows, expected.rows)
+    assert not np.array_equal(found.rows, search(queries, gallery, 10, effort=128).rows)
 
 
 def test_empty_conditions_are_none(tmp_path):
