@@ -191,7 +191,10 @@ class TrainLoader(Loader, EpochLoader, Protocol):
 
 
 class Evaluator(Protocol):
-    """Evaluator of a test set: accumulates batches with the model's outputs, and then computes metrics."""
+    """Evaluator of a test set: accumulates batches with the model's outputs, and then computes metrics.
+
+    An evaluator derives from ``fastamp.evaluation.DatasetEvaluator``, which has the optional members.
+    """
 
     def reset(self) -> None:
         """Discard all accumulated batches."""
