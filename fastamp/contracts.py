@@ -175,16 +175,10 @@ class Loader(Protocol):
         """Yield the batches."""
 
 
-@runtime_checkable
-class EpochLoader(Protocol):
-    """Loader with ``iters_per_epoch`` batches in an epoch."""
+class TrainLoader(Loader, Protocol):
+    """Infinite loader of training batches, with ``iters_per_epoch`` batches in an epoch."""
 
     iters_per_epoch: int
-
-
-@runtime_checkable
-class TrainLoader(Loader, EpochLoader, Protocol):
-    """Infinite loader of training batches."""
 
     def start_at(self, start_iter: int) -> None:
         """Let the next iterator start at batch ``start_iter``, counted from the start of training."""
@@ -207,23 +201,6 @@ class Evaluator(Protocol):
 
     def evaluate(self) -> dict[str, Any] | None:
         """Compute the metrics, name -> value; None on ranks other than 0."""
-
-
-# Optional abilities of datasets.
-
-
-@runtime_checkable
-class ListedDataset(Protocol):
-    """Dataset that lists its images: ``(path, identity, camera, ...)`` of each."""
-
-    items: Sequence[Any]
-
-
-@runtime_checkable
-class CombinedDataset(Protocol):
-    """Dataset whose images are those of other datasets (``ImageDataset``)."""
-
-    sources: Sequence[Any]
 
 
 # Optional abilities of the modules of a model.

@@ -5,11 +5,10 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import is_namedtuple_instance
 
 from fastamp.utils.errors import ConfigError, did_you_mean
 
@@ -45,7 +44,7 @@ def to_float32(value: Any) -> Any:
 
 def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
     """Return a list, tuple or named tuple of the class of ``value`` with other items."""
-    return type(value)(*items) if is_namedtuple_instance(value) else type(value)(items)
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def force_fp32(function: F) -> F:
@@ -75,15 +74,8 @@ def is_fp32_region(function: Any) -> bool:
     return marked
 
 
-@runtime_checkable
-class Float32Module(Protocol):
-    """Module that is a float32 region if its class attribute is True, see ``apply_force_fp32``."""
-
-    force_fp32: bool
-
-
 def _is_float32_module(module: nn.Module) -> bool:
-    return isinstance(module, Float32Module) and module.force_fp32
+    return bool(getattr(type(module), "force_fp32", False))  # a submodule may have this name
 
 
 def forced_modules(model: nn.Module) -> list[str]:

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, default_collate
 
 from fastamp import contracts
 from fastamp.config import CfgNode
-from fastamp.contracts import EpochUser, ListedDataset, TrainLoader
+from fastamp.contracts import EpochUser, TrainLoader
 from fastamp.data.build import loading_device
 from fastamp.data.columns import CAMERA
 from fastamp.data.loader import start_worker, worker_count
@@ -85,8 +85,8 @@ class CustomTrainLoader:
             _set_epoch(loader.sampler, number)
             return sampler
 
-        # A list has no attributes; see ``as_train_loader``.
-        dataset = ConcatDataset([loader.dataset]) if isinstance(loader.dataset, list) else loader.dataset
+        # ``as_train_loader`` sets attributes, which a list does not have.
+        dataset = loader.dataset if hasattr(loader.dataset, "__dict__") else ConcatDataset([loader.dataset])
         return cls(
             dataset,
             batches,
@@ -144,14 +144,16 @@ def as_train_loader(loader: Any, cfg: CfgNode) -> TrainLoader:
     Raises:
         ConfigError: if ``loader`` is neither a ``TrainLoader`` nor a ``DataLoader``.
     """
-    if isinstance(loader, DataLoader) and not isinstance(loader, TrainLoader):
+    missing = [name for name in ("dataset", "iters_per_epoch", "start_at") if not hasattr(loader, name)]
+    if isinstance(loader, DataLoader) and missing:
         on_cuda = loading_device(cfg).type == "cuda"
         loader = CustomTrainLoader.wrap(loader, batch_size=cfg.SOLVER.IMS_PER_BATCH, pin_memory=on_cuda, seed=cfg.SEED)
-    if isinstance(loader, TrainLoader):
+        missing = []
+    if not missing:
         adopt(loader.dataset, contracts.Dataset)
         return loader
     raise ConfigError(
-        f"build_train_loader returned {type(loader).__name__}, which lacks dataset, iters_per_epoch or start_at.\n"
+        f"build_train_loader returned {type(loader).__name__}, without {', '.join(missing)}.\n"
         "  fix: return the result of build_custom_train_loader(cfg, dataset), or a torch.utils.data.DataLoader"
     )
 
@@ -261,8 +263,8 @@ def build_custom_test_loader(cfg: CfgNode, dataset: Dataset, num_query: int = 0)
 
 def _labels(dataset: Dataset, items: Sequence[tuple] | None, *, required_by: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the identities and cameras of the items of a dataset: (N,) int64 each."""
-    if items is None and isinstance(dataset, ListedDataset):
-        items = dataset.items
+    if items is None:
+        items = getattr(dataset, "items", None)
     labeled = items is not None and all(len(item) >= 3 for item in items)
     if not labeled and required_by == "TrainingSampler":
         zeros = np.zeros(len(dataset), dtype=np.int64)  # type: ignore[arg-type]

@@ -1,6 +1,5 @@
 """Decode image files to uint8 tensors: grayscale, RGB or RGBA."""
 
-import contextlib
 import errno
 import importlib.util
 import io
@@ -25,25 +24,34 @@ from fastamp.data.file_parts import read_bytes
 from fastamp.data.jpeg_warnings import named_warnings
 from fastamp.utils.errors import DataError, system_cause
 
+logger = logging.getLogger(__name__)
+
 
 def _load_torchvision_decoder() -> Callable[[Tensor, int, bool], Tensor] | None:
     """Load torchvision's decoder from its library, because importing torchvision takes as long as importing PyTorch.
 
     torchvision 0.29 announces the removal of its decoders; PIL decodes the images if the library is missing.
     """
-    package = importlib.util.find_spec("torchvision")
+    try:
+        package = importlib.util.find_spec("torchvision")
+    except ValueError:  # a module without a specification
+        package = None
     for library in Path(package.origin).parent.glob("image*.so") if package and package.origin else ():
-        with contextlib.suppress(OSError):  # built for another version of PyTorch
+        try:
             torch.ops.load_library(library)
             decode: Callable[[Tensor, int, bool], Tensor] = torch.ops.image.decode_image
             return decode
+        except (OSError, AttributeError) as error:  # built for another version of PyTorch, or without decoders
+            logger.warning(
+                "cannot load the decoder of torchvision, images are decoded by PIL, which is slower: %s\n"
+                "  fix: install the versions of torch and torchvision that belong together",
+                error,
+            )
     return None
 
 
 torchvision_decode = _load_torchvision_decoder()
 _RGB = 3  # torchvision's ImageReadMode.RGB
-
-logger = logging.getLogger(__name__)
 
 # PIL's fixed-point luma (ITU-R BT.601). All sums are exact in float32, so every machine rounds them equally.
 _LUMA_WEIGHTS = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from fastamp.contracts import ListedDataset
 from fastamp.data.datasets.items import Column, PackedItems, encode
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError
@@ -32,7 +31,7 @@ def check_equal_on_all_ranks(dataset: Any, title: str) -> None:
         DataError: on all ranks, if the number, the order, the paths, the labels or the columns of the images differ;
             the message names the first image that differs.
     """
-    if not comm.is_distributed() or not isinstance(dataset, ListedDataset) or not isinstance(dataset.items, Sequence):
+    if not comm.is_distributed() or not isinstance(getattr(dataset, "items", None), Sequence):
         return
     items = PackedItems.of(dataset.items)
     fields = _hashes(items, _common_folder(items))

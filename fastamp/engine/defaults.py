@@ -85,10 +85,6 @@ class DefaultTrainer(Builders):
         self.optimizers = self.build_optimizers()
         self.optimizer = self.optimizers["optimizer"]
         self.trainer = self.build_trainer()
-        iters_per_epoch = -(-self.data_loader.iters_per_epoch // self.trainer.accum_steps)
-        self.trainer.set_data(
-            iters_per_epoch, labels_checksum(self.data_loader), images_per_batch=cfg.SOLVER.IMS_PER_BATCH
-        )
         last = Stage("training", self.trainer, cfg.SOLVER.MAX_EPOCH, self.data_loader)
         self.stages = Stages([*self.trainer.earlier_stages, last])
         self.average = self.build_weight_average(cfg, self.model)
@@ -333,6 +329,8 @@ class DefaultTrainer(Builders):
             name = "AMPTrainer" if cfg.SOLVER.AMP.ENABLED else "SimpleTrainer"
         parts = {"model": self.model, "data_loader": self.data_loader, "optimizers": list(self.optimizers.values())}
         trainer = TRAINER_REGISTRY.build(name, cfg, **parts)
+        iters_per_epoch = -(-self.data_loader.iters_per_epoch // cfg.SOLVER.ACCUM_STEPS)
+        trainer.set_data(iters_per_epoch, labels_checksum(self.data_loader), images_per_batch=cfg.SOLVER.IMS_PER_BATCH)
         logger.info("%s, precision: %s", name, trainer.policy.describe())
         return trainer
 

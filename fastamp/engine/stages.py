@@ -72,7 +72,8 @@ class Stages:
     def train(self, stage: Stage) -> None:
         """Run the iterations of a stage that are left."""
         self.current, trainer, start = stage, stage.trainer, stage.trainer.start_iter
-        trainer.register_hooks(self._shared)  # sets their trainer
+        if len(self._stages) > 1:
+            trainer.register_hooks(self._shared)  # sets their trainer
         loader = trainer.data_loader if stage.data_loader is None else stage.data_loader
         loader.start_at(trainer.batches_before(start))
         if start < trainer.max_iter:

@@ -13,7 +13,6 @@ from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
 from fastamp.amp.policy import dtype_name
 from fastamp.amp.step import Clip
 from fastamp.config import CfgNode
-from fastamp.contracts import EpochLoader
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine.hooks.precision import DeviceErrors, ParallelChecks, PrecisionHook, PreflightHook
 from fastamp.engine.trainer_base import TrainerBase
@@ -73,7 +72,7 @@ class SimpleTrainer(TrainerBase):
         self.accum_steps = accum_steps
         self.on_failure = on_failure
         self.precision_diagnostics = precision_diagnostics or PrecisionDiagnostics()
-        self.batches_per_epoch = data_loader.iters_per_epoch if isinstance(data_loader, EpochLoader) else None
+        self.batches_per_epoch = getattr(data_loader, "iters_per_epoch", None)
         self.steps_taken = 0
         self.losses: dict[str, torch.Tensor] = {}
         self.step = OptimizationStep(

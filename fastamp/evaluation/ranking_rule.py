@@ -103,7 +103,7 @@ class RankingRule:
     A subclass sets ``text``, and may set ``junk`` and ``columns``:
 
     Attributes:
-        text: description for the log, with names of attributes in braces, e.g. ``{num_trials}``.
+        text: description for the log, with names of fields in braces, e.g. ``{num_trials}``.
         junk: junk rule; None (default) for no junk. ``SAME_CAMERA`` requires camera labels; custom rules may also
             require them.
         columns: names of the columns of the test set that the rule needs. Default: none.

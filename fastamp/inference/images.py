@@ -3,7 +3,7 @@
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import IO, Any
 
 import numpy as np
 import PIL.Image
@@ -17,32 +17,6 @@ from fastamp.utils.errors import DataError
 Image = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes] | PIL.Image.Image | np.ndarray | Tensor
 Boxes = Sequence[Sequence[float]] | np.ndarray | Tensor
 COLORS = ("rgb", "bgr")
-
-
-@runtime_checkable
-class OpenFile(Protocol):
-    """File that is open as bytes; one that is open as text is an error."""
-
-    def read(self) -> Any:
-        """Return the rest of the content."""
-
-
-@runtime_checkable
-class SeekableFile(OpenFile, Protocol):
-    """File whose content may be read again."""
-
-    def seekable(self) -> bool:
-        """Return True if ``seek`` is supported."""
-
-    def seek(self, offset: int) -> Any:
-        """Go to a position."""
-
-
-@runtime_checkable
-class ArrayLike(Protocol):
-    """Object that ``numpy.asarray`` converts."""
-
-    __array_interface__: Any
 
 
 def decode(
@@ -66,7 +40,7 @@ def decode(
                 "  fix: pass the files, e.g. sorted(pathlib.Path(folder).glob('*.jpg'))"
             )
         return read_image(os.fspath(image), channels, max_pixels=max_pixels, least_side=least_side, bit_depth=bit_depth)
-    if isinstance(image, OpenFile):
+    if hasattr(image, "read"):
         image = _content_of(image)
     if isinstance(image, (bytes, bytearray, memoryview)):
         return decode_image(bytes(image), channels, max_pixels=max_pixels, least_side=least_side, bit_depth=bit_depth)
@@ -139,11 +113,13 @@ def as_list(images: Image | Sequence[Image]) -> list[Image]:
     texts = isinstance(given, np.ndarray) and given.dtype.kind == "U"
     if isinstance(given, (np.ndarray, Tensor)) and not texts:
         given = given if given.ndim == 4 else [given]
-    elif isinstance(given, (str, os.PathLike, bytes, bytearray, memoryview, Mapping, OpenFile)) or not isinstance(
-        given, Iterable
+    elif (
+        isinstance(given, (str, os.PathLike, bytes, bytearray, memoryview, Mapping))
+        or hasattr(given, "read")
+        or not isinstance(given, Iterable)
     ):
         given = [given]
-    content: list[Image] = [_content_of(image) if isinstance(image, OpenFile) else image for image in given]
+    content: list[Image] = [_content_of(image) if hasattr(image, "read") else image for image in given]
     if not content:
         raise DataError(
             f"expected at least one image, got an empty {type(given).__name__}.\n  fix: pass at least one image"
@@ -151,9 +127,9 @@ def as_list(images: Image | Sequence[Image]) -> list[Image]:
     return content
 
 
-def _content_of(file: OpenFile) -> bytes:
+def _content_of(file: Any) -> bytes:
     """Return the content of an open file from its start, as PIL; raise DataError if it is open as text."""
-    if isinstance(file, SeekableFile) and file.seekable():
+    if hasattr(file, "seekable") and file.seekable():
         file.seek(0)
     content = file.read()
     if not isinstance(content, bytes):
@@ -198,7 +174,7 @@ def _check_layout(image: Any) -> None:
     """Raise DataError unless an image is a gray, RGB or RGBA uint8 array (H, W[, C]) or tensor (C, H, W)."""
     if not isinstance(image, (np.ndarray, Tensor)):
         fix = "pass a file name, or a uint8 array (H, W, 3)"
-        if isinstance(image, ArrayLike):
+        if hasattr(image, "__array_interface__"):
             fix = "convert it with numpy.asarray(image)"
         raise DataError(
             f"an image must be a path, PIL image, array or tensor; got {type(image).__name__}.\n  fix: {fix}"

@@ -104,8 +104,8 @@ class PartialRows:
             self._rows.unlink(missing_ok=True)
 
     def append(self, rows: np.ndarray, unreadable: Mapping[int, str]) -> None:
-        """Append the rows (B, W) float32 of the next images, of which those in ``unreadable`` have none."""
-        self._file.write(np.ascontiguousarray(rows).data)
+        """Append the rows (B, W) of the next images, of which those in ``unreadable`` have none, as float32."""
+        self._file.write(np.ascontiguousarray(rows, dtype=np.float32).data)
         self.done, self.width = self.done + len(rows) + len(unreadable), rows.shape[1]
         self.unreadable |= unreadable
         if time.monotonic() - self._saved > _SAVE_SECONDS:

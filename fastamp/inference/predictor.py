@@ -206,7 +206,7 @@ class Predictor(FeatureModel):
         width, forward = len(found.names), lambda model, batch: found.compute(model, batch)[1]
         values = self._compute(images, boxes=boxes, forward=forward, width=width, **options)
         is_known = ~values.isnan().any(1)  # not those of images that cannot be read
-        values[is_known] = found.finish(values[is_known])
+        values[is_known] = found.finish(values[is_known]).to(values.dtype)
         return [found.named(row) for row in values.tolist()]
 
     def _compute(

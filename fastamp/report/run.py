@@ -11,7 +11,6 @@ from PIL import Image
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
 from fastamp.config.key import show_value
-from fastamp.contracts import CombinedDataset, ListedDataset, Loader
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
 from fastamp.data.datasets.items import PackedItems
 from fastamp.diagnostics import environment_queries
@@ -142,14 +141,13 @@ def evaluated_set(
 
 def items_of(loader: Any) -> list[ImageItem]:
     """Return the images of a loader's dataset, or an empty list if the dataset has no ``items``."""
-    dataset = loader.dataset if isinstance(loader, Loader) else None
-    return dataset.items if isinstance(dataset, ListedDataset) else []
+    return getattr(getattr(loader, "dataset", None), "items", [])
 
 
 def source_of(loader: Any) -> ImageDataset | None:
     """Return the dataset whose images a loader loads; None if there are several or it is unknown."""
-    dataset = loader.dataset if isinstance(loader, Loader) else None
-    return dataset.sources[0] if isinstance(dataset, CombinedDataset) and len(dataset.sources) == 1 else None
+    sources = getattr(getattr(loader, "dataset", None), "sources", ())
+    return sources[0] if len(sources) == 1 else None
 
 
 def data_counts(run: Run) -> list[tuple[str, str, int, int, int]]:

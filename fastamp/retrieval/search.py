@@ -80,8 +80,8 @@ def search(
         gallery: gallery to search.
         k: number of results per query; limited to the number of images. Default: 10.
         effort: number of lists to search for ``ivf`` and ``ivfpq`` (nprobe), or number of candidates for ``hnsw``
-            (efSearch); larger values increase recall and search time. Default: that of the index, with which its recall was
-            measured.
+            (efSearch); larger values increase recall and search time. Default: that of the index,
+            with which its recall was measured.
         exact: if True, compare with all images, regardless of the kind of index. Default: False.
         where: conditions on the images to compare with, or their rows (M,) int64; the comparison is exact.
             Default: None, all images.

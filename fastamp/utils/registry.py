@@ -170,9 +170,9 @@ class Registry:
         load_installed_plugins()
 
     def _import_modules(self) -> None:
-        modules, self._modules = self._modules, ()
-        for module in modules:
+        for module in self._modules:
             importlib.import_module(module)
+        self._modules = ()
 
 
 def _source(component: Any) -> tuple[str, str]:

@@ -7,11 +7,17 @@ import subprocess
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from fastamp.config import read_config
-from fastamp.data.custom_loader import CustomTrainLoader, build_custom_test_loader, build_custom_train_loader
+from fastamp.data.custom_loader import (
+    CustomTrainLoader,
+    as_train_loader,
+    build_custom_test_loader,
+    build_custom_train_loader,
+)
 from fastamp.utils import comm
+from fastamp.utils.errors import ConfigError
 
 pytestmark = pytest.mark.integration
 
@@ -97,3 +103,31 @@ def test_iteration_over_test_loader_does_not_change_the_global_generator():
     before = torch.get_rng_state()
     assert len(list(loader_for("test"))) == 8
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_loader_that_delegates_to_another_one_trains():
+    class Prefetched:
+        def __init__(self, loader):
+            self.loader = loader
+
+        def __getattr__(self, name):
+            return getattr(self.loader, name)
+
+        def __iter__(self):
+            return iter(self.loader)
+
+    cfg = read_config("", ["SOLVER.IMS_PER_BATCH", "4"])
+    loader = Prefetched(build_custom_train_loader(cfg, Noise(), sampler=range(8)))
+    assert as_train_loader(loader, cfg) is loader and loader.dataset.labels is None
+
+
+def test_training_loader_without_a_start_is_an_error():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    class Loader:
+        dataset, iters_per_epoch = Stream(), 2
+
+    with pytest.raises(ConfigError, match="start_at"):
+        as_train_loader(Loader(), read_config("", []))

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 
+from fastamp.engine import DefaultTrainer as CoreTrainer
 from fastamp.fastreid.config import get_cfg
 from fastamp.fastreid.data import build_reid_test_loader
 from fastamp.fastreid.engine import AMPTrainer, DefaultTrainer, HookBase, TrainerBase, hooks
@@ -530,3 +531,24 @@ def test_best_model_of_an_evaluator_without_metric_is_selected_by_map(cfg):
     trainer = PlainTrainer(cfg)
     results = trainer.train()
     assert results["Rank-1"] == 20 and trainer.eval_hook.best == results["mAP"] > 0
+
+
+def test_hook_of_all_stages_has_the_default_trainer(cfg):
+    class Saver(hooks.PeriodicCheckpointer):
+        def after_epoch(self):
+            assert self.trainer.cfg is trainer.cfg
+            super().after_epoch()
+
+    trainer = DefaultTrainer(cfg)
+    trainer.register_hooks([Saver(trainer.checkpointer, 1)])
+    trainer.train()
+
+
+def test_length_of_an_epoch_is_that_which_build_trainer_sets(cfg):
+    class Short(CoreTrainer):
+        def build_trainer(self):
+            trainer = super().build_trainer()
+            trainer.set_data(3)
+            return trainer
+
+    assert Short(cfg).trainer.iters_per_epoch == 3

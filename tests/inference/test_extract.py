@@ -83,6 +83,14 @@ def test_extraction_of_a_folder_includes_images_in_subfolders(predictor, images,
     assert np.array_equal(found.matrix, expected.numpy())
 
 
+def test_extraction_of_a_model_in_float64_stores_float32(predictor, images, tmp_path, monkeypatch):
+    expected = np.array(extract(predictor, images, tmp_path / "a.npz")[0].matrix)
+    forward = type(predictor.model).forward
+    monkeypatch.setattr(type(predictor.model), "forward", lambda self, batch: forward(self, batch).double())
+    found = extract(predictor, images, tmp_path / "b.npz")[0].matrix
+    assert found.dtype == np.float32 and np.allclose(found, expected, rtol=1e-5)
+
+
 def test_extraction_of_a_csv_file_stores_identity_names_and_boxes(predictor, images, tmp_path):
     first, second = sorted(images.rglob("[0-9].jpg"))[:2]
     listed = tmp_path / "mine.csv"

@@ -30,6 +30,16 @@ def picture():
     return PIL.Image.fromarray(pixels)
 
 
+class Delegating:
+    """File around another one, like those of ``tempfile``."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
 def test_call_accepts_images_of_every_kind(predictor, picture, tmp_path):
     path = tmp_path / "image.png"
     picture.save(path)
@@ -44,6 +54,8 @@ def test_call_accepts_images_of_every_kind(predictor, picture, tmp_path):
     with path.open("rb") as file:
         file.read()  # read from its start, as PIL does
         assert torch.equal(predictor(file), expected) and torch.equal(predictor.preprocess(file)[None], pixels)
+        wrapped = Delegating(file)
+        assert torch.equal(predictor(wrapped), expected)
     text = tmp_path / "image.txt"
     text.touch()
     with text.open() as file, pytest.raises(DataError, match=r"image\.txt"):

@@ -18,6 +18,7 @@ from fastamp.engine.evaluation import EvaluationOutput, check_test_set
 from fastamp.engine.hooks import BestMetric
 from fastamp.engine.hooks import HookBase as CoreHook
 from fastamp.engine.hooks import LRScheduler as ScheduleHook
+from fastamp.engine.run_state import labels_checksum
 from fastamp.engine.setup import default_setup
 from fastamp.fastreid.data.build import build_reid_test_loader, build_reid_train_loader
 from fastamp.fastreid.engine import hooks
@@ -115,6 +116,11 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
 
         def build_trainer() -> Any:
             vars(loop)["data_loader"] = self.data_loader
+            loop.set_data(
+                -(-self.data_loader.iters_per_epoch // loop.accum_steps),
+                labels_checksum(self.data_loader),
+                images_per_batch=self.cfg.SOLVER.IMS_PER_BATCH,
+            )
             return loop
 
         given: dict[str, Any] = {

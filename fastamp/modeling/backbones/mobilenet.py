@@ -1,7 +1,5 @@
 """MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381) and MobileNetV3 (Howard et al. 2019, arXiv:1905.02244).
 
-from typing import Any
-
 FastReID's MobileNetV2 is equivalent to torchvision's, with different parameter names. Its MobileNetV3 has torchvision's
 parameter names, but a different batch norm epsilon and a different last layer.
 """
