@@ -146,7 +146,7 @@ def items_of(loader: Any) -> list[ImageItem]:
 
 def source_of(loader: Any) -> ImageDataset | None:
     """Return the dataset whose images a loader loads; None if there are several or it is unknown."""
-    sources = getattr(getattr(loader, "dataset", None), "sources", ())
+    sources: Sequence[ImageDataset] = getattr(getattr(loader, "dataset", None), "sources", ())
     return sources[0] if len(sources) == 1 else None
 
 

@@ -60,7 +60,7 @@ class Model(torch.nn.Module):
 
 def test_model_is_compiled_after_the_first_forward_pass_was_checked(caplog):
     model, policy, graphs = Model(), PrecisionPolicy("cpu", torch.bfloat16), []
-    compile_parts(model, lambda graph, inputs: graphs.append(graph) or graph.forward)
+    compile_parts(model, model.trunks, lambda graph, inputs: graphs.append(graph) or graph.forward)
     with policy.checked_autocast(model):
         model(torch.ones(2, 4))
     assert "trunk: bfloat16" in caplog.text and graphs == []
@@ -105,7 +105,7 @@ def test_training_of_compiled_model_logs_activation_statistics(demo, tmp_path):
 
 def test_compile_raises_for_model_without_trunks_or_machine_without_compiler(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="Linear"):
-        compile_parts(torch.nn.Linear(2, 2), "aot_eager")
+        compile_parts(torch.nn.Linear(2, 2), (), "aot_eager")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ConfigError, match=r"MODEL\.COMPILE.*inductor"):
