@@ -9,6 +9,7 @@ from torch import nn
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
 from fastamp.config.key import Key
+from fastamp.contracts import Evaluator
 from fastamp.evaluation.report_section import ReportSection
 from fastamp.feature_pass import Locator, call_model, feature_pass
 from fastamp.utils.registry import Registry
@@ -68,7 +69,7 @@ EVALUATOR_REGISTRY = Registry("TEST.EVALUATOR", contract=DatasetEvaluator)
 def inference_on_dataset(
     model: nn.Module,
     data_loader: Iterable[dict[str, Any]],
-    evaluator: DatasetEvaluator,
+    evaluator: Evaluator,
     flip_test: bool = False,
     *,
     policy: PrecisionPolicy | None = None,
