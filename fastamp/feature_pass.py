@@ -87,11 +87,12 @@ def feature_pass(
 ) -> None:
     """Compute the outputs of a model for all batches of a loader, in evaluation mode and without gradients.
 
-    The mode of each module is restored, and the random numbers of the process are not changed.
+    The mode of each module and PyTorch's random numbers on the CPU are restored.
 
     Args:
         model: model that maps a batch to (B, D) features in evaluation mode.
-        loader: batches with uint8 or float ``images`` in 0..255.
+        loader: batches with uint8 or float ``images`` in 0..255. To name a batch whose outputs are not finite, it is
+            iterated again.
         process: function that receives each batch and its outputs, on the model's device.
         policy, forward, flip_test: see ``extract_features``.
         title: title of the progress bar; the loader then has a length in batches, and the speed is logged. Default: "",
@@ -185,7 +186,7 @@ class Rows:
             self.columns.setdefault(name, []).append(rows.cpu())
 
     def gather(self, *, on_all_ranks: bool = True) -> dict[str, Tensor]:
-        """Join the rows of all ranks, by default in the order of ``indices``, else of the ranks; and free the parts.
+        """Join the rows of all ranks, in the order of a column ``indices``, else of the ranks; and free the parts.
 
         Args:
             on_all_ranks: if False, only those of this process. Default: True.
@@ -212,7 +213,7 @@ class Rows:
                 parts = [comm.gather_rows(torch.cat(parts))]
             joined = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
             begin = 0
-            # Free each part after copying it, so that memory holds only one copy of all rows.
+            # Free each part after copying it, so that memory holds one copy of all rows in one process.
             while parts:
                 part = parts.pop(0)
                 place = slice(begin, begin + len(part))
@@ -235,8 +236,8 @@ def collect_features(
 
     Args:
         model, loader, policy: see ``feature_pass``.
-        columns: name of a further column -> its rows (B, ...) of a batch. With ``indices``, the images are in this
-            order, else in that of the ranks and their batches. Default: None, no further columns.
+        columns: name of a further column -> its rows (B, ...) of a batch. With a column ``indices``, the images are in
+            this order, else in that of the ranks and their batches. Default: None, no further columns.
         on_all_ranks: if True, each rank has a part of the images, and receives those of all; if False, this process has
             all images, and does not communicate. Default: True.
         options: see ``feature_pass``.
