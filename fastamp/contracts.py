@@ -1,10 +1,11 @@
 """Contracts: what a model and its parts, a dataset, a loader and an evaluator offer to the rest of fastamp.
 
-A class may derive from a contract, named after ``nn.Module``, to inherit the defaults of its members, but need not: a
-class from outside, such as any ``nn.Module``, gets the defaults of the attributes that it lacks when it is registered
-or enters a model (``fastamp.utils.registry.adopt``), and all other code reads plain attributes. The contracts in the
-second half are optional abilities of modules, each with one method or attribute; code asks for them with
-``isinstance``. Abilities that a single module asks for stand in that module, e.g. ``Teacher`` and ``OptimizerOwner``.
+A class may derive from a contract to inherit the defaults of its members, with ``nn.Module`` before it in the list of
+bases, but need not: a class from outside, such as any ``nn.Module``, gets the defaults of the attributes that it lacks
+when it is registered or enters a model (``fastamp.utils.registry.adopt``), and all other code reads plain attributes.
+The contracts in the second half are optional abilities of modules, each with one method or attribute; code asks for
+them with ``isinstance``. An ability that only one module asks for stands in that module, e.g. ``Teacher`` and
+``OptimizerOwner``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

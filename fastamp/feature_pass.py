@@ -87,12 +87,12 @@ def feature_pass(
 ) -> None:
     """Compute the outputs of a model for all batches of a loader, in evaluation mode and without gradients.
 
-    The mode of each module and PyTorch's random numbers on the CPU are restored.
+    The mode of each module and the state of PyTorch's CPU generator are restored.
 
     Args:
         model: model that maps a batch to (B, D) features in evaluation mode.
-        loader: batches with uint8 or float ``images`` in 0..255. To name a batch whose outputs are not finite, it is
-            iterated again.
+        loader: batches with uint8 or float ``images`` in 0..255. If outputs are not finite, it is iterated again, in
+            the same order, to find the first such batch for the error message.
         process: function that receives each batch and its outputs, on the model's device.
         policy, forward, flip_test: see ``extract_features``.
         title: title of the progress bar; the loader then has a length in batches, and the speed is logged. Default: "",
@@ -213,7 +213,7 @@ class Rows:
                 parts = [comm.gather_rows(torch.cat(parts))]
             joined = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
             begin = 0
-            # Free each part after copying it, so that memory holds one copy of all rows in one process.
+            # Free each part after copying it, so that a single process holds only one copy of all rows.
             while parts:
                 part = parts.pop(0)
                 place = slice(begin, begin + len(part))
@@ -243,11 +243,12 @@ def collect_features(
         options: see ``feature_pass``.
 
     Returns:
-        ``{"features": (N, D)}`` float32 on the CPU, not normalized, or the names of the dict from ``forward``; and the
-        further columns (N, ...). An empty dict without images.
+        ``{"features": (N, D)}`` on the CPU, float32 (float64 if the model is), not normalized, or the names of the dict
+        from ``forward``; and the further columns (N, ...). An empty dict without images.
 
     Raises:
         NotFiniteError, TrainingError: see ``feature_pass``.
+        DataError: see ``Rows.gather``.
     """
     rows = Rows()
 

@@ -57,7 +57,8 @@ class Predictor(FeatureModel):
             ``model.safetensors`` and ``config.yaml``; or a config with ``MODEL.WEIGHTS``.
         device: ``auto`` (default: CUDA, else MPS, else CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
         opts: alternating keys and values that override the config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
-        plugin: Python file that registers custom components of the model; it is executed. Default: "".
+        plugin: Python file that registers custom components of the model; it is executed. Ignored for a
+            config. Default: "".
 
     Attributes:
         cfg: config of the run, frozen.
