@@ -15,7 +15,7 @@ OWNERS = {
     "ReidEvaluator", "DsrEvaluator", "MatchingEvaluator", "RetriEvaluator", "FaceEvaluator", "ClasEvaluator",
     "AttrEvaluator", "JointAttrEvaluator", "AttributeTotals",
     "Predictor", "ModelInputs", "FeatureExtractor", "RankedImages", "_Network",  # the config of a checkpoint
-    "ConfigText",
+    "ConfigText", "LoadedModel", "Run",
     "PositionGrid",  # the config of a weights file
     "ClassDataset",  # ImageDataset.adapt_config
     "Search", "Space", "TuneReportHook",
@@ -45,10 +45,12 @@ def instance_reads(source: str) -> Iterator[tuple[int, str]]:
     """Yield ``(line, class)`` for each method of an instance that reads a key of a config, takes one or stores one."""
     for owner in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)):
         for method in owner.body:
+            if isinstance(method, ast.AnnAssign) and "CfgNode" in ast.unparse(method.annotation):  # of a dataclass
+                yield method.lineno, owner.name
             if not isinstance(method, ast.FunctionDef) or _of_the_class(method):
                 continue
             taken = method.name == "__init__" and any(
-                argument.arg in _NAMES and ast.unparse(argument.annotation or ast.Constant("")) in ("CfgNode", "''")
+                "CfgNode" in ast.unparse(argument.annotation) if argument.annotation else argument.arg in _NAMES
                 for argument in (*method.args.args, *method.args.kwonlyargs)
             )
             reads = (

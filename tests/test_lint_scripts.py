@@ -82,6 +82,8 @@ def test_types_in_docstrings_are_found(section, line, violations):
     "source, expected",
     [
         ("class A:\n    def __init__(self, cfg: CfgNode):\n        pass", [(2, "A")]),
+        ("class A:\n    def __init__(self, values: 'CfgNode | None'):\n        pass", [(2, "A")]),
+        ("@dataclass\nclass A:\n    cfg: CfgNode", [(3, "A")]),
         ("class A:\n    def forward(self, x):\n        return self.cfg.MODEL", [(2, "A")]),
         ("class A:\n    @classmethod\n    def from_config(cls, cfg):\n        return cls(size=cfg.SIZE)", []),
         ("def build_a(cfg):\n    return A(cfg.SIZE)", []),
