@@ -9,6 +9,7 @@ from fastamp.data.datasets.custom import CsvDataset
 from fastamp.data.datasets.file_utils import read_lines
 from fastamp.data.decode import read_image
 from fastamp.data.split_table import Table
+from fastamp.evaluation import Protocol
 from fastamp.inference.evaluate_features import read_arrays
 from fastamp.retrieval.features_file import read_features
 from fastamp.utils.errors import DataError, UserError
@@ -22,7 +23,7 @@ from fastamp.utils.errors import DataError, UserError
         ("split.csv", lambda path: Table(Path(path))),
         ("list.txt", lambda path: read_lines("Some", Path(path))),
         ("features.npz", read_features),
-        ("arrays.npz", lambda path: read_arrays(path, cameras=False)),
+        ("arrays.npz", lambda path: read_arrays(path, Protocol())),
         ("weights.pth", read_checkpoint),
         ("weights.safetensors", read_checkpoint),
     ],

@@ -19,7 +19,6 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
-import evaluate_features
 import fuzz
 import hostile_pickles
 import numpy as np
@@ -32,8 +31,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from fastamp import Predictor
+from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
 from fastamp.engine import setup
+from fastamp.evaluation import PROTOCOL_REGISTRY, Protocol
+from fastamp.inference import evaluate_features
 from fastamp.inference.runtime import ExportedModel
 from fastamp.retrieval import features_file, npz
 from fastamp.retrieval.gallery_store import DATABASE_FILE, Item
@@ -308,10 +310,11 @@ def test_reading_a_damaged_extraction_never_crashes(tmp_path_factory, seed):
         extraction = features_file.read_features(path)
         float(extraction.matrix.sum(dtype=np.float64)), extraction.images.paths.tolist()
     with read_in_time("evaluated features"):
-        arrays = evaluate_features.read_arrays(str(path), cameras=rng.random() < 0.5)
+        rule = PROTOCOL_REGISTRY.build(rng.choice(["market1501", "no_camera"]), get_cfg())
+        arrays = evaluate_features.read_arrays(str(path), Protocol(rule=rule))
         for column in evaluate_features.COLUMNS[1:]:
             if f"query_{column}" in arrays:
-                evaluate_features.numbers_of(arrays, column)
+                evaluate_features.column_of(arrays, column)
         [evaluate_features.features_of(arrays, side) for side in evaluate_features.SIDES]
 
 

@@ -4,28 +4,6 @@
 import sys
 
 from fastamp.cli import run_command
-from fastamp.inference.evaluate_features import (
-    COLUMNS,
-    SIDES,
-    check,
-    evaluate,
-    features_of,
-    numbers_of,
-    read_arrays,
-    split_arrays,
-)
-
-__all__ = [
-    "COLUMNS",
-    "SIDES",
-    "check",
-    "cli",
-    "evaluate",
-    "features_of",
-    "numbers_of",
-    "read_arrays",
-    "split_arrays",
-]
 
 
 def cli(argv: list[str] | None = None) -> int:

@@ -212,15 +212,15 @@ def test_evaluate_features_computes_same_map_as_reid_evaluator(capsys, tmp_path)
         assert json.loads(out)["mAP"] == expected["mAP"]
 
 
-def test_evaluate_features_excludes_identity_minus_1_stored_as_text(capsys, tmp_path):
+def test_evaluate_features_excludes_missing_identities_stored_as_text(capsys, tmp_path):
     features = random_set(1)
     features[2].gallery_pids[:20] = -1
     features[2].query_pids[:2] = -1  # these queries have no match
     found = []
-    for names in (int, str):
+    for names in (int, str, lambda pid: "" if pid < 0 else f"person {pid}"):
         path = write(tmp_path / "saved.npz", features, names=names)
         found.append(json.loads(run(capsys, path, "--json", "TEST.AP_METHOD", "trapezoid")[1]))
-    assert found[0] == found[1] and found[0]["num_valid_queries"] == 28 and found[0]["mAP"] < 100
+    assert found[0] == found[1] == found[2] and found[0]["num_valid_queries"] == 28 and found[0]["mAP"] < 100
 
 
 def test_evaluate_features_ranks_float64_features_in_float64(capsys, tmp_path):
