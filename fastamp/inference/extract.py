@@ -19,7 +19,7 @@ from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.items import PackedItems
 from fastamp.data.loader import TestLoader
 from fastamp.data.samplers import InferenceSampler
-from fastamp.data.transforms import Transforms, build_transforms
+from fastamp.data.transforms import Transforms
 from fastamp.feature_pass import feature_pass
 from fastamp.inference.image_list import Listing, list_images
 from fastamp.inference.outputs import PredictorOutput
@@ -30,7 +30,7 @@ from fastamp.retrieval.features_file import read_features, write_features
 from fastamp.retrieval.features_table import SUFFIXES, check_table_format, write_table
 from fastamp.retrieval.model_id import ModelId
 from fastamp.utils.choices import EXTRACTED_SPLITS
-from fastamp.utils.errors import ConfigError, DataError, WriteError, writing
+from fastamp.utils.errors import DataError, WriteError, writing
 from fastamp.utils.plural import plural
 
 if TYPE_CHECKING:
@@ -43,17 +43,15 @@ def check_output(out: str | PathLike[str]) -> Path:
     """Return the path of an output file of ``extract``, and check it.
 
     Raises:
-        ConfigError: if the suffix is unknown, or the folder does not exist or is not writable.
+        WriteError: if the suffix is unknown, or the folder does not exist or is not writable.
+        ConfigError: see ``check_table_format``.
     """
     out = Path(out).expanduser()
-    if out.suffix not in (".npz", *SUFFIXES) or out.is_dir() or not out.parent.is_dir():
-        raise ConfigError(
-            f"cannot write the extraction to {out}: expected a file name that ends in .npz, .csv or .parquet in an "
-            "existing folder.\n  fix: choose another --output"
-        )
-    if not os.access(out.parent, os.W_OK):
+    parent = out.parent
+    if out.suffix not in (".npz", *SUFFIXES) or out.is_dir() or not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise WriteError(
-            f"cannot write the extraction to {out}: the folder is not writable.\n  fix: choose another --output"
+            f"cannot write the extraction to {out}: expected a file name that ends in .npz, .csv or .parquet in an "
+            "existing folder that is writable.\n  fix: choose another --output"
         )
     check_table_format(out)
     return out
@@ -96,20 +94,20 @@ def extract(
     items = listing.items
     check_known_cameras(predictor.cfg, listing.dataset)
     predictor.inputs.check(items, str(source))
+    description = describe_extraction(predictor, items, skip_corrupt)
     with writing(out):
-        parts = PartialRows(out.with_name(f"{out.name}.parts"), describe_extraction(predictor, listing, skip_corrupt))
-    try:
+        parts = PartialRows(out.with_name(f"{out.name}.parts"), description)
+    with parts:
         _compute(predictor, listing, parts, skip_corrupt, num_workers)
         skipped = [message for _, message in sorted(parts.unreadable.items())]
         if not len(parts):
-            parts.remove()  # otherwise a resume would skip images that were fixed since
             raise DataError(
                 f"none of the {len(items)} images can be read; first error: {skipped[0]}\n"
                 "  fix: check that the files exist and are images"
             )
-        images = listing.columns(np.setdiff1d(np.arange(len(items)), list(parts.unreadable)))
-        names, matrix = _stored_names(predictor), parts.matrix()
+        matrix, names = parts.matrix(), description["values"]
         width = parts.width - len(names)
+        images = listing.columns.take(np.setdiff1d(np.arange(len(items)), list(parts.unreadable)))
         values = np.ascontiguousarray(matrix[:, width:].T)
         further = {VALUE_PREFIX + name: column for name, column in zip(names, values, strict=True)}
         images = replace(images, further={**images.further, **further})
@@ -120,10 +118,6 @@ def extract(
             extraction = read_features(out)
         else:
             write_table(out, extraction)
-    except BaseException:
-        parts.close()
-        raise
-    parts.remove()
     return extraction, skipped
 
 
@@ -138,7 +132,7 @@ def _compute(
         logger.info("resuming: %d of %s extracted before", parts.done, plural(total, "image"))
     images = _Images(
         listing.items,
-        build_transforms(cfg, is_train=False),
+        predictor.transforms,
         skip_unreadable=skip_corrupt,
         relabel=False,
         sources=[listing.dataset] if listing.dataset else [],
@@ -168,10 +162,6 @@ def _compute(
 
 def _stored_outputs(predictor: "Predictor") -> list[PredictorOutput]:
     return [output for output in predictor.outputs.values() if output.stored]
-
-
-def _stored_names(predictor: "Predictor") -> list[str]:
-    return [name for output in _stored_outputs(predictor) for name in output.names]
 
 
 class _Images(ReidDataset):
@@ -206,20 +196,16 @@ class _Images(ReidDataset):
             return self.transforms.resize(black)
 
 
-def describe_extraction(predictor: "Predictor", listing: Listing, skip_corrupt: bool) -> dict[str, Any]:
+def describe_extraction(predictor: "Predictor", items: PackedItems, skip_corrupt: bool) -> dict[str, Any]:
     """Describe an extraction: a hash of its images, and settings that can change the features, if only by rounding."""
     digest = hashlib.blake2b(digest_size=16)
-    splits = listing.split if listing.split is not None else [""] * len(listing.items)
-    column = predictor.inputs.modality_column
-    for item, pid, split in zip(listing.items, listing.pids, splits, strict=True):
-        values: tuple[Any, ...] = (item.path, str(pid), item.camid, item.viewid, item.box, str(split))
-        if column:
-            values += ((item.columns or {}).get(column, predictor.inputs.default_modality),)
-        digest.update(repr(values).encode())
+    for item in items:
+        digest.update(repr(item).encode())
     return {
-        "values": _stored_names(predictor),
+        "values": [name for output in _stored_outputs(predictor) for name in output.names],
         "model": predictor.config_hash,
         "images": digest.hexdigest(),
+        "modality": predictor.inputs.default_modality,
         "precision": f"{predictor.policy.describe()} on {predictor.device.type}",
         "batch size": predictor.cfg.TEST.IMS_PER_BATCH,
         "skip corrupt": skip_corrupt,

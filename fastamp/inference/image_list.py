@@ -21,30 +21,17 @@ from fastamp.utils.errors import DataError, check_choice, did_you_mean
 
 @dataclass(frozen=True)
 class Listing:
-    """N images with their identities and splits; see ``ImageColumns`` for the columns."""
+    """N images to extract.
+
+    Attributes:
+        items: the images with their inputs of the model; without identities.
+        columns: their columns in the extraction.
+        dataset: dataset of the images; None for a folder.
+    """
 
     items: PackedItems
-    pids: np.ndarray
-    split: np.ndarray | None = None
-    cameras: np.ndarray | None = None
+    columns: ImageColumns
     dataset: ImageDataset | None = None
-    has_cameras: bool = True
-
-    def columns(self, rows: np.ndarray) -> ImageColumns:
-        """Return the columns of images, given their indices."""
-        items = self.items.take(rows)
-        boxes = None
-        if items.boxes is not None and any(item.box for item in items):
-            boxes = np.array([item.box or (-1, -1, -1, -1) for item in items], dtype=np.int64)
-        return ImageColumns(
-            paths=np.array(items.paths(np.arange(len(items)))),
-            pids=self.pids[rows],
-            camids=items.camids.codes if self.has_cameras else np.full(len(items), -1),
-            split=None if self.split is None else self.split[rows],
-            boxes=boxes,
-            cameras=None if self.cameras is None else self.cameras[rows],
-            further={name: to_array(column) for name, column in items.columns.items()},
-        )
 
 
 def dataset_name(source: str | PathLike[str]) -> str:
@@ -88,13 +75,15 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
     name = dataset_name(source)
     if not name:
         folder = Path(source).expanduser()
-        files = [ImageItem(file, 0, -1) for file in image_files(folder)]
+        files = image_files(folder)
         if not files:
             raise DataError(
                 f"no images found in {folder.absolute()} or its subfolders.\n"
                 "  fix: choose a folder that contains image files"
             )
-        return Listing(PackedItems.of(files), np.full(len(files), -1))
+        unknown = np.full(len(files), -1)
+        items = PackedItems.of(ImageItem(file, 0, -1) for file in files)
+        return Listing(items, ImageColumns(paths=np.array(files), pids=unknown, camids=unknown))
     dataset = build_dataset(name, cfg)
     parts = {split: PackedItems.of(dataset.images_in(split)) for split in EXTRACTED_SPLITS if split in splits}
     items = PackedItems.concat([*parts.values(), PackedItems.of([])])
@@ -105,19 +94,19 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
     values, inverse = items.pids.unique()
     pids = [dataset.identity(pid) for pid in values]
     are_integers = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", pid) for pid in pids)
-    values, codes = items.camids.unique()
-    names = [dataset.camera(camera) for camera in values]
-    has_names = any(name not in ("", str(camera)) for name, camera in zip(names, values, strict=True))
-    cameras = items.camids
-    if not cameras.is_integer:
-        cameras = cameras.map(number_cameras(cameras.unique()[0]).get)
-    split_names = np.concatenate([np.full(len(part), split) for split, part in parts.items()])
-    items = items.replace(pids=Column(np.zeros(len(items), dtype=np.int64)), camids=cameras)
-    return Listing(
-        items,
-        np.array(pids, dtype=np.int64 if are_integers else None)[inverse],
-        split_names,
-        np.array(names)[codes] if has_names else None,
-        dataset,
-        has_cameras=any(names),
+    cameras, codes = items.camids.unique()
+    names = [dataset.camera(camera) for camera in cameras]
+    has_names = any(name not in ("", str(camera)) for name, camera in zip(names, cameras, strict=True))
+    numbers = items.camids if items.camids.is_integer else items.camids.map(number_cameras(cameras).get)
+    boxes = np.array([items.box(row) or (-1, -1, -1, -1) for row in range(len(items))])
+    columns = ImageColumns(
+        paths=np.array(items.paths(np.arange(len(items)))),
+        pids=np.array(pids, dtype=np.int64 if are_integers else None)[inverse],
+        camids=numbers.codes if any(names) else np.full(len(items), -1),
+        split=np.concatenate([np.full(len(part), split) for split, part in parts.items()]),
+        boxes=boxes if (boxes != -1).any() else None,
+        cameras=np.array(names)[codes] if has_names else None,
+        further={name: to_array(column) for name, column in items.columns.items()},
     )
+    items = items.replace(pids=Column(np.zeros(len(items), dtype=np.int64)), camids=numbers)
+    return Listing(items, columns, dataset)

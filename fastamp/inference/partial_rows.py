@@ -41,13 +41,13 @@ class PartialRows:
     """
 
     def __init__(self, folder: Path, description: Mapping[str, Any]) -> None:
-        self.folder, self._description = folder, description
+        self.folder, self._rows, self._description = folder, folder / _ROWS, description
         self.done, self.width, self.unreadable = 0, 0, dict[int, str]()
         self._check_folder()
         lock_folder(folder, "--output")
         try:
             self._check_folder()  # again, now that the lock keeps other extractions out
-            self._read(self._state() or {})
+            self._continue(self._state() or {})
             self._file = os.fdopen(os.open(self._rows, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
             self._file.truncate(4 * self.width * len(self))
             self._file.seek(0, os.SEEK_END)
@@ -56,12 +56,23 @@ class PartialRows:
             unlock_folder(folder)
             raise
 
+    def __enter__(self) -> "PartialRows":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Unlock the folder; delete the files, unless an error interrupts the extraction after rows were saved."""
+        with suppress(OSError):  # a full disk
+            self._file.close()
+        if error is None or not self._saved_rows:
+            with suppress(OSError):
+                for path in (*self.folder.glob(_UNFINISHED), self._rows, self.folder / _STATE):
+                    path.unlink(missing_ok=True)
+        unlock_folder(self.folder)
+        with suppress(OSError):  # contains files, or another extraction has started
+            self.folder.rmdir()
+
     def __len__(self) -> int:
         return self.done - len(self.unreadable)
-
-    @property
-    def _rows(self) -> Path:
-        return self.folder / _ROWS
 
     def _state(self) -> dict[str, Any] | None:
         """Read the state; None if it is missing, or is not that of an extraction by any version."""
@@ -86,7 +97,7 @@ class PartialRows:
                 f"  fix: choose another --output, or move {self.folder} to another location"
             )
 
-    def _read(self, state: Mapping[str, Any]) -> None:
+    def _continue(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, unless it is of a different extraction or does not fit the rows."""
         changed = [name for name, value in self._description.items() if state.get(name) != value]
         if changed and state:
@@ -118,28 +129,8 @@ class PartialRows:
         state = {"done": self.done, "width": self.width, "unreadable": [*self.unreadable.items()]}
         content = json.dumps({**self._description, **state}).encode()
         write_atomically(self.folder / _STATE, lambda file: file.write(content))
-        self._saved = time.monotonic()
+        self._saved, self._saved_rows = time.monotonic(), len(self)
 
     def matrix(self) -> np.ndarray:
-        """Return the rows, memory-mapped; they remain valid after ``remove``."""
+        """Return the rows, memory-mapped; they remain valid after the files are deleted."""
         return np.memmap(self._file, np.float32, "r", shape=(len(self), self.width))
-
-    def remove(self) -> None:
-        """Delete the files of the extraction, and then the folder if it is empty."""
-        with suppress(OSError):  # a full disk
-            self._file.close()
-        with suppress(OSError):
-            for path in (*self.folder.glob(_UNFINISHED), self._rows, self.folder / _STATE):
-                path.unlink(missing_ok=True)
-        unlock_folder(self.folder)
-        with suppress(OSError):  # contains other files, or another extraction has started
-            self.folder.rmdir()
-
-    def close(self) -> None:
-        """Unlock the folder and keep the rows that are saved; if there are none, delete the folder."""
-        if (self._state() or {}).get("done"):
-            with suppress(OSError):
-                self._file.close()
-            unlock_folder(self.folder)
-        else:
-            self.remove()

@@ -490,7 +490,7 @@ def test_extraction_of_a_model_with_other_attributes_is_not_resumed(joint):
 
     predictor, _, folder = joint
     listing = list_images(f"csv:{folder / 'table.csv'}", predictor.cfg, EXTRACTED_SPLITS)
-    marker = describe_extraction(predictor, listing, False)
+    marker = describe_extraction(predictor, listing.items, False)
     assert marker["values"] == ["color=none", "color=red", "hat"]
 
 
