@@ -3,10 +3,10 @@
 import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from fastamp.serving.errors import RequestError
 from fastamp.utils.errors import DataError
+
+# An image, its feature, and the time of the event loop's clock since which it waits.
+_Waiting = tuple[Any, "asyncio.Future[Tensor]", float]
 
 
 class Batcher:
@@ -29,12 +32,10 @@ class Batcher:
         queue: maximum number of images that wait or are computed.
         wait: seconds that the first image waits for others.
         workers: number of threads, which compute batches at the same time. Default: 1.
-        observe: called with the number of images of each batch. Default: None.
 
     Attributes:
         pending: number of images that wait or are computed.
-        computing: number of batches that are computed.
-        starts: time.monotonic() at the starts of these batches.
+        starts: time.monotonic() at the starts of the batches that are computed.
     """
 
     def __init__(
@@ -45,17 +46,13 @@ class Batcher:
         queue: int,
         wait: float,
         workers: int = 1,
-        observe: Callable[[int], None] | None = None,
     ) -> None:
-        self._compute, self._batch, self._queue, self._wait, self._observe = compute, batch, queue, wait, observe
-        # Images, and the seconds of the event loop's clock since which they wait.
-        self._waiting: deque[tuple[Any, asyncio.Future[Tensor], float]] = deque()
+        self._compute, self._batch, self._queue, self._wait, self._workers = compute, batch, queue, wait, workers
+        self._waiting: list[_Waiting] = []
         self._threads = ThreadPoolExecutor(workers, "model")
-        self._workers = workers
         self._changed = asyncio.Event()  # an image waits, or a thread is free
-        self._tasks: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
-        self.pending = self.computing = 0
+        self.pending = 0
         self.starts: list[float] = []
 
     def start(self) -> None:
@@ -110,47 +107,34 @@ class Batcher:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            self._drop_abandoned()
-            if not self._waiting or self.computing == self._workers:
+            if not self._waiting or len(self.starts) == self._workers:
                 continue
             remaining = self._waiting[0][2] + self._wait - loop.time()
             if len(self._waiting) < self._batch and remaining > 0:
                 await asyncio.sleep(remaining)
-                self._drop_abandoned()
-            idle = self._workers - self.computing
-            taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), idle * self._batch))]
-            if not taken:
-                continue
-            size = math.ceil(len(taken) / idle)
-            batches = [taken[start : start + size] for start in range(0, len(taken), size)]
-            self.computing += len(batches)  # before the first one divides the threads of PyTorch
+            awaited = [waiting for waiting in self._waiting if not waiting[1].cancelled()]
+            idle = self._workers - len(self.starts)
+            taken, self._waiting = awaited[: idle * self._batch], awaited[idle * self._batch :]
+            size = max(1, math.ceil(len(taken) / idle))
+            batches = [taken[first : first + size] for first in range(0, len(taken), size)]
+            start = time.monotonic()
+            self.starts += [start] * len(batches)  # before the first one divides the threads of PyTorch
             for batch in batches:
-                if self._observe:
-                    self._observe(len(batch))
-                task = loop.create_task(self._compute_batch(batch))
-                self._tasks.add(task)  # the event loop keeps no reference
-                task.add_done_callback(self._tasks.discard)
+                computing = loop.run_in_executor(self._threads, self._results, [image for image, _, _ in batch])
+                computing.add_done_callback(partial(self._set_results, batch, start))
 
-    def _drop_abandoned(self) -> None:
-        """Drop the images of requests that are no longer awaited."""
-        self._waiting = deque(waiting for waiting in self._waiting if not waiting[1].cancelled())
-
-    async def _compute_batch(self, batch: list[tuple[Any, asyncio.Future[Tensor], float]]) -> None:
-        """Compute a batch in a thread and set its results."""
-        loop, start = asyncio.get_running_loop(), time.monotonic()
-        self.starts.append(start)
-        try:
-            images = [image for image, _, _ in batch]
-            results: Sequence[Any] = await loop.run_in_executor(self._threads, self._results, images)
-        except Exception as error:  # a bug, or out of memory: the requests fail, the service continues
-            results = [error] * len(batch)
+    def _set_results(
+        self, batch: list[_Waiting], start: float, computing: "asyncio.Future[list[Tensor | Exception]]"
+    ) -> None:
+        """Set the results of a batch that was computed."""
         self.starts.remove(start)
-        self.computing -= 1
         self._changed.set()
+        error = computing.exception()  # a bug, or out of memory: the requests fail, the service continues
+        results = [error] * len(batch) if error else computing.result()
         for (_, future, _), result in zip(batch, results, strict=True):
             if future.cancelled():  # the client has disconnected
                 continue
-            if isinstance(result, Exception):
+            if isinstance(result, BaseException):
                 future.set_exception(result)
             else:
                 future.set_result(result)

@@ -2,9 +2,12 @@
 
 import logging
 import math
+import os
 import signal
 import socket
 import sys
+import threading
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +19,7 @@ from fastamp.serving.service import Service
 from fastamp.utils.errors import ConfigError, system_cause
 from fastamp.utils.signals import handling
 
-logger = logging.getLogger(__name__)
+_LAST_SECONDS = 5  # from the end of the time to stop to the end of the process
 
 
 def serve(
@@ -39,8 +42,8 @@ def serve(
     name = f"[{host}]" if ":" in host else host
     address = f"http://{name}:{listening.getsockname()[1]}"
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # each invalid form would be a warning
-    limits = service.limits
-    protocol: Any = partial(Connection, limits=limits, most=allowed_connections(limits.connections))
+    limits = replace(service.limits, connections=allowed_connections(service.limits.connections))
+    protocol: Any = partial(Connection, limits=limits)
     config = uvicorn.Config(
         app,
         http=protocol,
@@ -51,20 +54,29 @@ def serve(
         timeout_keep_alive=math.ceil(limits.idle_seconds),
         timeout_graceful_shutdown=math.ceil(limits.stop_seconds),
     )
+    server = Server(config)
 
     def print_answered() -> None:
         print(f"stopped: answered {service.answered:,} of {service.received:,} requests", flush=True)
 
-    server = Server(config, limits, print_answered)
+    def end() -> None:
+        print_answered()
+        os._exit(1)
+
+    def stop(number: int, frame: Any) -> None:
+        if not server.should_exit:
+            end_timer.start()
+        server.handle_exit(number, frame)
+
+    end_timer = threading.Timer(limits.stop_seconds + _LAST_SECONDS, end)
+    end_timer.daemon = True
     print(f"serving {service.model.checkpoint} at {address} (routes: {address}/docs)", flush=True)
-    # Uvicorn stops at the first signal, and then raises it again for these handlers, which ignore it.
-    with listening, handling(_ignore, (signal.SIGINT, signal.SIGTERM)):
-        server.run(sockets=[listening])
+    try:
+        with listening, handling(stop, (signal.SIGINT, signal.SIGTERM)):
+            server.run(sockets=[listening])
+    finally:
+        end_timer.cancel()
     print_answered()
-
-
-def _ignore(number: int, frame: Any) -> None:
-    """Handle a signal that has stopped the server already."""
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -65,7 +65,6 @@ class Service:
             queue=limits.queue,
             wait=limits.wait_ms / 1000,
             workers=workers,
-            observe=self.metrics.batches.observe,
         )
         most = min(int(limits.megapixels * 1e6), model.transforms.max_pixels)
         transforms = model.transforms._replace(max_pixels=most)
@@ -157,8 +156,9 @@ class Service:
 
     def _compute(self, images: Sequence[Tensor]) -> Tensor:
         """Compute the features of a batch, with half of PyTorch's threads if two batches are computed."""
+        self.metrics.batches.observe(len(images))
         if self._torch_threads:
-            threads = max(1, self._torch_threads // self.batcher.computing)
+            threads = max(1, self._torch_threads // len(self.batcher.starts))
             if torch.get_num_threads() != threads:  # of this thread
                 torch.set_num_threads(threads)
         return self._features(images)

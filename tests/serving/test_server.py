@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -187,23 +188,24 @@ def test_page_shows_the_matches_of_a_dropped_picture(demo, checkpoint, tmp_path)
         assert server.stop()[0] == 0
 
 
-def test_process_is_not_ended_after_the_server_has_stopped(monkeypatch):
+def test_process_is_not_ended_after_the_server_has_stopped(monkeypatch, capsys):
     """``serve`` may be called by a program that continues, e.g. by a test."""
-    connections = pytest.importorskip("fastamp.serving.connections")
+    run = pytest.importorskip("fastamp.serving.run")
+    before = {*threading.enumerate()}
 
-    def run(server, sockets):
-        server.handle_exit(signal.SIGTERM, None)
-        assert timers() == 1
+    def stop(server, sockets):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert server.should_exit and len(timers()) == 1
 
     def timers():
-        return sum(
-            isinstance(thread, threading.Timer) and thread.function == server._end for thread in threading.enumerate()
-        )
+        return [thread for thread in {*threading.enumerate()} - before if isinstance(thread, threading.Timer)]
 
-    server = connections.Server(connections.uvicorn.Config(None), Limits(), ended=print)
-    monkeypatch.setattr(connections.uvicorn.Server, "run", run)
-    server.run()
+    monkeypatch.setattr(run, "create_app", lambda *args, **options: None)
+    monkeypatch.setattr(run.Server, "run", stop)
+    model = SimpleNamespace(checkpoint="model.pth")
+    run.serve(SimpleNamespace(model=model, limits=Limits(), answered=3, received=3), host="127.0.0.1", port=0)
+    assert capsys.readouterr().out.endswith("stopped: answered 3 of 3 requests\n")
     deadline = time.monotonic() + 60
     while timers() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert timers() == 0
+    assert not timers()
