@@ -14,6 +14,7 @@ examples:
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,9 @@ from fastamp.engine import run_command_line
 from fastamp.evaluation import print_results
 from fastamp.inference.evaluate_features import check, compute
 from fastamp.retrieval.features import Features
-from fastamp.retrieval.features_file import read_features
-from fastamp.retrieval.npz import write_arrays
+from fastamp.retrieval.features_file import read_features, write_features
+from fastamp.retrieval.model_id import ModelId
 from fastamp.utils.errors import ConfigError, DataError, NoMatchError
-from fastamp.utils.files import write_atomically
 from fastamp.utils.logger import setup_logger
 
 _BLOCK = 4096
@@ -88,15 +88,10 @@ def write_ensemble(members: Sequence[Features], weights: Sequence[float], out: P
     """
     first = members[0]
     rows = [rows_of(first, member) for member in members]
-    images = first.images
-    arrays = {"paths": images.paths, "pids": images.pids, "camids": images.camids, "metric": np.array(metric)}
-    for name in ("config_hash", "checkpoint"):
-        arrays[name] = np.array(" + ".join(vars(member.model)[name] for member in members))
-    if images.split is not None:
-        arrays["split"] = images.split
-    shape = len(first), sum(member.model.width for member in members)
-    blocks = scaled_blocks(members, rows, weights, normalize=metric == "cosine")
-    write_atomically(out, lambda file: write_arrays(file, arrays, blocks, shape))
+    matrix = np.concatenate([*scaled_blocks(members, rows, weights, normalize=metric == "cosine")])
+    names = [" + ".join(vars(member.model)[name] for member in members) for name in ("config_hash", "checkpoint")]
+    images = replace(first.images, boxes=None, cameras=None, further={})
+    write_features(Features(out, matrix, images, ModelId(matrix.shape[1], metric, *names)))
 
 
 def read_weights(text: str, count: int) -> list[float]:

@@ -9,7 +9,6 @@ from fastamp.retrieval.columns import OWN_COLUMNS, ImageColumns
 from fastamp.retrieval.features import Features
 from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.npz import map_array, open_arrays, write_arrays
-from fastamp.utils.errors import DataError
 from fastamp.utils.files import write_atomically
 
 # Array -> kinds of dtypes, and shape; N is the number of images, D any number.
@@ -26,11 +25,10 @@ _ARRAYS: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "cameras": ("U", ("N",)),
 }
 _OPTIONAL = ("split", "boxes", "cameras")
+_MODEL = ("metric", "config_hash", "checkpoint")  # in the order of ``ModelId``
 _WORDS = {"f": "float32", "i": "integers", "U": "text"}
 COLUMN_PREFIX = "column."
 """Prefix of the arrays of further columns, e.g. ``column.species``."""
-_BLOCK = 4096
-_FIX = "create the file with fastamp extract"
 
 
 def read_features(path: str | PathLike[str]) -> Features:
@@ -46,25 +44,17 @@ def read_features(path: str | PathLike[str]) -> Features:
         DataError: if the file is missing, is damaged or is not an extraction.
     """
     path = Path(path).expanduser()
-    with open_arrays(path, "extraction", fix=_FIX) as archive:
+    with open_arrays(path, "extraction", fix="create the file with fastamp extract") as archive:
         names = [name.removesuffix(".npy") for name in archive.namelist()]
-        missing = [name for name in _ARRAYS if name not in {*names, *_OPTIONAL}]
-        if missing:
-            raise DataError(
-                f"{path} is not an extraction: missing arrays {', '.join(missing)}.\n  found: {', '.join(names)}\n"
-                f"  fix: {_FIX}"
-            )
         column_names = [name for name in names if name.startswith(COLUMN_PREFIX)]
-        arrays = {name: map_array(archive, name) for name in names if name in {*_ARRAYS, *column_names}}
+        own_names = [name for name in _ARRAYS if name in names or name not in _OPTIONAL]
+        arrays = {name: map_array(archive, name) for name in (*own_names, *column_names)}
+        matrix = arrays["features"]
+        for name, array in arrays.items():
+            _check_array(name, array, len(matrix) if matrix.ndim else 0)
+        model = ModelId(matrix.shape[1], *(str(arrays[name]) for name in _MODEL))
         summed = ("features", "paths", *sorted(column_names))
         fingerprint = "-".join(f"{archive.getinfo(f'{name}.npy').CRC:08x}" for name in summed)
-    matrix = arrays["features"]
-    for name, array in arrays.items():
-        _check_array(path, name, array, len(matrix) if matrix.ndim else 0)
-    metric = str(arrays["metric"])
-    if metric not in ("cosine", "euclidean"):
-        raise DataError(f"{path}: expected the metric to be cosine or euclidean, got {metric!r:.50}.\n  fix: {_FIX}")
-    model = ModelId(matrix.shape[1], metric, str(arrays["config_hash"]), str(arrays["checkpoint"]))
     own = {name: arrays[name] for name in OWN_COLUMNS if name in arrays}
     further = {name.removeprefix(COLUMN_PREFIX): arrays[name] for name in column_names}
     return Features(path, matrix, ImageColumns(**own, further=further), model, fingerprint)
@@ -76,20 +66,18 @@ def write_features(features: Features) -> None:
     Raises:
         WriteError: if the file cannot be written.
     """
-    images, model, matrix = features.images, features.model, features.matrix
-    arrays = {name: values for name in OWN_COLUMNS if (values := vars(images)[name]) is not None}
+    images = features.images
+    arrays = {"features": features.matrix} | {name: np.array(vars(features.model)[name]) for name in _MODEL}
+    arrays |= {name: values for name in OWN_COLUMNS if (values := vars(images)[name]) is not None}
     arrays |= {COLUMN_PREFIX + name: values for name, values in images.further.items()}
-    arrays |= {name: np.array(vars(model)[name]) for name in ("config_hash", "checkpoint", "metric")}
-    blocks = (matrix[start : start + _BLOCK] for start in range(0, len(matrix), _BLOCK))
-    shape = (len(matrix), matrix.shape[1])
-    write_atomically(features.path, lambda file: write_arrays(file, arrays, blocks, shape))
+    write_atomically(features.path, lambda file: write_arrays(file, arrays))
 
 
-def _check_array(path: Path, name: str, array: np.ndarray, count: int) -> None:
+def _check_array(name: str, array: np.ndarray, count: int) -> None:
     """Check the dtype and the shape of an array of a file with ``count`` images.
 
     Raises:
-        DataError: if they are wrong, or there are no features.
+        ValueError: if they are wrong, or there are no features.
     """
     kinds, shape = _ARRAYS.get(name, ("iufU", ("N",) if array.ndim < 2 else ("N", "D")))
     sizes = tuple(count if size == "N" else size for size in shape)
@@ -97,7 +85,5 @@ def _check_array(path: Path, name: str, array: np.ndarray, count: int) -> None:
     fits = fits and all(size in ("D", found) for size, found in zip(sizes, array.shape, strict=True))
     if not fits or (name == "features" and (array.dtype != np.float32 or not array.size)):
         expected = " or ".join(word for kind, word in _WORDS.items() if kind in kinds)
-        raise DataError(
-            f"{path}: expected {name} to be {expected} of shape ({', '.join(map(str, sizes))}), got {array.dtype} "
-            f"{array.shape}.\n  fix: {_FIX}"
-        )
+        shape_text = ", ".join(map(str, sizes))
+        raise ValueError(f"expected {name} to be {expected} of shape ({shape_text}), got {array.dtype} {array.shape}")

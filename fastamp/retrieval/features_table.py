@@ -1,8 +1,7 @@
 """Extractions as CSV and Parquet tables, for other programs."""
 
+import codecs
 import csv
-import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from fastamp.retrieval.columns import is_unknown
 from fastamp.retrieval.features import Features
-from fastamp.utils.errors import optional_package, writing
+from fastamp.utils.errors import optional_package
 from fastamp.utils.files import write_atomically
 
 SUFFIXES = (".csv", ".parquet")
@@ -45,12 +44,11 @@ def write_table(path: Path, features: Features) -> None:
         WriteError: if the file cannot be written.
     """
     write = _write_parquet if path.suffix == ".parquet" else _write_csv
-    with writing(path):
-        write_atomically(path, lambda file: write(file, features))
+    write_atomically(path, lambda file: write(file, features))
 
 
-def _blocks(features: Features) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
-    """Yield ``(column name -> values, features)`` of consecutive rows."""
+def _columns(features: Features) -> dict[str, np.ndarray]:
+    """Return the columns of a table: name -> (N,) values."""
     images = features.images
     labels = {"pid": images.pids, "camid": images.camera_names}
     columns = {"path": images.paths} | {name: values for name, values in labels.items() if not is_unknown(values)}
@@ -58,46 +56,42 @@ def _blocks(features: Features) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
         columns["split"] = images.split
     if images.boxes is not None:
         columns |= dict(zip(("x0", "y0", "x1", "y1"), images.boxes.T, strict=True))
-    columns |= {name: values for name, values in images.further.items() if values.ndim == 1}
-    for start in range(0, len(features), _BLOCK):
-        rows = slice(start, start + _BLOCK)
-        yield {name: values[rows].tolist() for name, values in columns.items()}, np.asarray(features.matrix[rows])
+    return columns | {name: values for name, values in images.further.items() if values.ndim == 1}
 
 
 def _write_csv(file: IO[bytes], features: Features) -> None:
-    header = True
-    for columns, matrix in _blocks(features):
-        text = io.StringIO(newline="")
-        writer = csv.writer(text, lineterminator="\n")
-        if header:
-            writer.writerow([*columns, *(f"f{number}" for number in range(matrix.shape[1]))])
-            header = False
+    columns, matrix = _columns(features), features.matrix
+    writer = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"), lineterminator="\n")
+    writer.writerow([*columns, *(f"f{number}" for number in range(matrix.shape[1]))])
+    for start in range(0, len(matrix), _BLOCK):
+        rows = slice(start, start + _BLOCK)
         # NumPy's shortest text from which the same float32 is read.
-        numbers = matrix.astype("U16").tolist()
-        writer.writerows([*row, *values] for *row, values in zip(*columns.values(), numbers, strict=True))
-        file.write(text.getvalue().encode("utf-8", "surrogateescape"))
+        parts = [*(values[rows] for values in columns.values()), matrix[rows].astype("U16")]
+        writer.writerows([*row, *numbers] for *row, numbers in zip(*(part.tolist() for part in parts), strict=True))
 
 
 def _write_parquet(file: IO[bytes], features: Features) -> None:
     import pyarrow
-    import pyarrow.parquet
+    from pyarrow.parquet import ParquetWriter
 
-    writer = None
-    try:
-        for columns, matrix in _blocks(features):
-            arrays = {
-                name: pyarrow.array(
-                    [value.encode("utf-8", "replace").decode() if isinstance(value, str) else value for value in values]
-                )
-                for name, values in columns.items()
-            }
-            flat = pyarrow.array(np.ascontiguousarray(matrix).reshape(-1))
-            arrays["features"] = pyarrow.FixedSizeListArray.from_arrays(flat, matrix.shape[1])
-            table = pyarrow.table(arrays)
-            metadata = {name: vars(features.model)[name] for name in ("config_hash", "checkpoint", "metric")}
-            table = table.replace_schema_metadata(metadata)
-            writer = writer or pyarrow.parquet.ParquetWriter(file, table.schema)
-            writer.write_table(table)
-    finally:
-        if writer is not None:
-            writer.close()
+    columns, matrix = _columns(features), features.matrix
+    metadata = {name: vars(features.model)[name] for name in ("config_hash", "checkpoint", "metric")}
+
+    def table(start: int) -> pyarrow.Table:
+        rows = slice(start, start + _BLOCK)
+        arrays = {
+            name: pyarrow.array([_valid_text(value) for value in values[rows].tolist()])
+            for name, values in columns.items()
+        }
+        flat = pyarrow.array(np.ascontiguousarray(matrix[rows]).reshape(-1))
+        arrays["features"] = pyarrow.FixedSizeListArray.from_arrays(flat, matrix.shape[1])
+        return pyarrow.table(arrays, metadata=metadata)
+
+    with ParquetWriter(file, table(0).schema) as writer:
+        for start in range(0, len(matrix), _BLOCK):
+            writer.write_table(table(start))
+
+
+def _valid_text(value: Any) -> Any:
+    """Replace characters of a text that UTF-8 cannot represent."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

@@ -21,6 +21,10 @@ class ModelId:
     config_hash: str
     checkpoint: str
 
+    def __post_init__(self) -> None:
+        if self.metric not in ("cosine", "euclidean"):
+            raise ValueError(f"the metric must be cosine or euclidean, not {self.metric!r:.50}")
+
 
 def check_same_model(path: object, stored: ModelId, config_hash: str, checkpoint: object) -> None:
     """Check that the features of a model can be compared with stored ones.

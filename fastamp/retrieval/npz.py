@@ -2,7 +2,7 @@
 
 import math
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -20,28 +20,14 @@ _NOT_PLAIN = 0x61  # flags of encrypted or patched zip entries
 _LOCAL_HEADER = 30  # size in bytes of a local zip header without name and extra field
 
 
-def write_arrays(
-    file: IO[bytes],
-    arrays: Mapping[str, np.ndarray],
-    features: Iterable[np.ndarray] | None = None,
-    shape: tuple[int, int] = (0, 0),
-) -> None:
+def write_arrays(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
     """Write a deterministic, uncompressed npz file, with the number of its format.
 
     Args:
         file: binary file opened for writing; the archive is written after data that the file already contains.
-        arrays: name -> array.
-        features: row blocks of an additional float32 array ``features``; only one block is in memory at a time.
-            Default: None, no features.
-        shape: shape of ``features``.
+        arrays: name -> array; a memory-mapped one is not read into memory.
     """
     with zipfile.ZipFile(file, "w") as archive:
-        if features is not None:
-            with archive.open(zipfile.ZipInfo("features.npy"), "w", force_zip64=True) as stream:
-                header = {"descr": "<f4", "fortran_order": False, "shape": tuple(map(int, shape))}
-                np.lib.format.write_array_header_1_0(stream, header)
-                for block in features:
-                    stream.write(np.ascontiguousarray(block, dtype="<f4").data)
         for name, array in ({FORMAT_KEY: np.array(FORMAT)} | {**arrays}).items():
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as stream:
                 np.lib.format.write_array(stream, np.asanyarray(array), allow_pickle=False)
@@ -116,25 +102,27 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """
     entry = archive.getinfo(f"{name}.npy")
     with archive.open(entry) as stream:
-        shape, _, dtype = _read_header(stream)
-        _check_bytes(name, shape, dtype, entry.file_size - stream.tell())
+        _read_header(stream, entry)
     with archive.open(entry) as stream:
         return np.lib.format.read_array(stream, allow_pickle=False)
 
 
-def _check_bytes(name: str, shape: tuple[int, ...], dtype: np.dtype, size: int) -> None:
-    """Raise ValueError unless ``size`` is the number of bytes of an array with this shape and dtype."""
-    if math.prod(shape) * dtype.itemsize != size:
-        raise ValueError(f"{name}: the header specifies {dtype} {shape}, but the data has {size} bytes")
+def _read_header(stream: IO[bytes], entry: zipfile.ZipInfo) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Read the shape, the Fortran-order flag and the dtype from the header of an array, at the start of an entry.
 
-
-def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Read the shape, the Fortran-order flag and the dtype from the header of an array."""
+    Raises:
+        ValueError: if the shape and dtype do not match the number of bytes.
+    """
+    start = stream.tell()
     version = np.lib.format.read_magic(stream)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:
         raise ValueError(f"unsupported npy version {version}; expected (1, 0) or (2, 0)")
-    return read(stream)
+    shape, fortran_order, dtype = read(stream)
+    size = entry.file_size - (stream.tell() - start)
+    if math.prod(shape) * dtype.itemsize != size:
+        raise ValueError(f"{entry.filename}: the header specifies {dtype} {shape}, but the data has {size} bytes")
+    return shape, fortran_order, dtype
 
 
 def map_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
@@ -150,9 +138,8 @@ def map_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     with open(archive.filename, "rb") as file:
         file.seek(entry.header_offset)
         header = file.read(_LOCAL_HEADER)
-        start = file.seek(sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28)), 1)
-        shape, fortran_order, dtype = _read_header(file)
-        _check_bytes(name, shape, dtype, entry.file_size - (file.tell() - start))
+        file.seek(sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28)), 1)
+        shape, fortran_order, dtype = _read_header(file, entry)
         if fortran_order or dtype.hasobject or not shape or 0 in shape:
             return read_array(archive, name)
         return np.memmap(file, dtype=dtype, mode="r", offset=file.tell(), shape=shape)

@@ -33,7 +33,7 @@ def extraction(path, *, identities=6, images=8, noise=0.2, pids=None, features=N
     arrays = {"paths": np.array(paths), "pids": names if pids is None else pids, "camids": np.full(len(names), -1)}
     arrays |= {"config_hash": np.array("0"), "checkpoint": np.array("x"), "metric": np.array("cosine")} | columns
     with path.open("wb") as file:
-        write_arrays(file, arrays, [features], features.shape)
+        write_arrays(file, arrays | {"features": features.astype(np.float32)})
     return path
 
 

@@ -34,7 +34,7 @@ def clustered(path, metric, count=1500, width=24):
     columns = {"paths": np.arange(count).astype(str), "pids": np.arange(count) // 10, "camids": np.zeros(count, int)}
     texts = {"config_hash": "a", "checkpoint": "a.pth", "metric": metric}
     with path.open("wb") as file:
-        write_arrays(file, columns | {name: np.array(text) for name, text in texts.items()}, [features], features.shape)
+        write_arrays(file, {"features": features} | columns | {name: np.array(text) for name, text in texts.items()})
     queries = centers[:40] + random.standard_normal((40, width))
     return read_features(path), queries.astype(np.float32)
 

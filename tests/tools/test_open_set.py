@@ -20,7 +20,7 @@ def test_table_counts_agreeing_splits(tmp_path):
     texts = {name: np.array(name) for name in ("config_hash", "checkpoint")} | {"metric": np.array("cosine")}
     columns = {"pids": pids.astype(np.int64), "camids": camids.astype(np.int64), "paths": pids.astype(str)}
     with (tmp_path / "features.npz").open("wb") as file:
-        write_arrays(file, columns | texts, [features.astype(np.float32)], features.shape)
+        write_arrays(file, columns | texts | {"features": features.astype(np.float32)})
     command = [sys.executable, ROOT / "tools/benchmark/open_set.py", tmp_path / "features.npz", "--splits", "5"]
     done = subprocess.run(map(str, [*command, "--far", "0.01"]), capture_output=True, text=True, check=True)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]

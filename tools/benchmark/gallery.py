@@ -44,7 +44,7 @@ def write_extraction(path: Path, features: np.ndarray) -> None:
     columns = {"paths": np.arange(count).astype(str), "pids": np.arange(count), "camids": np.zeros(count, int)}
     texts = {"config_hash": "hash", "checkpoint": "model.pth", "metric": "cosine"}
     with path.open("wb") as file:
-        write_arrays(file, columns | {name: np.array(text) for name, text in texts.items()}, [features], features.shape)
+        write_arrays(file, {"features": features} | columns | {name: np.array(text) for name, text in texts.items()})
 
 
 def main() -> None:

@@ -74,7 +74,7 @@ def generate(folder: Path, identities: int, images: int, width: int, queries: in
     columns |= {"camids": np.zeros(count, np.int64)}
     columns |= {"config_hash": np.array("0"), "checkpoint": np.array("generated"), "metric": np.array("cosine")}
     with (folder / "gallery.npz").open("wb") as file:
-        write_arrays(file, columns, blocks(), (count, width))
+        write_arrays(file, {"features": np.concatenate([*blocks()])} | columns)
     np.save(folder / "queries.npy", source.of(source.random.integers(0, identities, queries)))
 
 
