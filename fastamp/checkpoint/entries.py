@@ -38,11 +38,11 @@ def merge_if_config(cfg: CfgNode, content: Any, checkpoint: str | os.PathLike[st
     if not isinstance(text, str):
         return False
     try:
-        cfg.merge_from_other_cfg(CfgNode.load_cfg(text))
+        cfg.merge_saved(text)
     except UserError as error:
         raise WeightsError(
             f"cannot use the config in {checkpoint}: it was written by another version of fastamp, or needs a plugin.\n"
-            f"  found: {str(error).removeprefix('another config: ')}\n"
+            f"  found: {str(error).removeprefix('saved config: ')}\n"
             "  fix: load the plugin of the run with --plugin, or use the fastamp version that wrote the checkpoint"
         ) from error
     return True

@@ -182,7 +182,7 @@ def load_model_state(
     report.notes = notes
     _check_weight_tensors(model_state, converted, report)
     _check_model_match(model_state, converted, report, min_match)
-    if not allow_missing:
+    if report.missing and not allow_missing:
         _check_complete(model, report, () if min_match >= MIN_MATCH else (backbone_prefix or "",))
     load_full_state(model, {key: converted[key] for key in report.matched}, strict=False)
     logger.info("loaded weights from %s\n%s", source, report)
@@ -203,7 +203,7 @@ def _compare(
     matched = [key for key in converted if key in model_state and model_state[key].shape == converted[key].shape]
     # Ignored: num_batches_tracked, which old files lack, and the empty classifier of a head without classes.
     missing = [key for key in model_state if key not in converted and not key.endswith("num_batches_tracked")]
-    if not any(is_adapter(key) for key in converted):  # weights to which adapters are added
+    if missing and not any(is_adapter(key) for key in converted):  # weights to which adapters are added
         missing, without = [key for key in missing if not is_adapter(key)], (*without, "*.lora_A", "*.lora_B")
     weights = [key for key in model_state if not key.endswith("num_batches_tracked")]
     backbone = [key for key in weights if key.startswith(backbone_prefix)] or weights  # a model without a backbone
@@ -257,15 +257,8 @@ def _check_model_match(model_state: State, converted: State, report: ImportRepor
             "  fix: use the config that the weights were trained with (MODEL.BACKBONE.NAME, "
             "MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, INPUT.CHANNELS)"
         )
-    blocks, expected = sum(block_counts(converted)), sum(block_counts(model_state))
-    expected += any(key.startswith("heads.b1.") for key in model_state)  # the last block is in JPMHead
-    if 0 < expected < min_match * blocks:
-        raise WeightsError(
-            f"weights from {report.source} do not match the model: the file has {blocks} transformer blocks, the model "
-            f"{expected}\n{_sizes(model_state, converted)}"
-            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.NAME, "
-            "MODEL.BACKBONE.DEPTH), or lower MODEL.WEIGHTS_MIN_MATCH to load them partially"
-        )
+    if report.dropped:
+        _check_blocks(model_state, converted, report, min_match)
     if report.backbone_fraction < min_match:
         fix = "use the config that the weights were trained with"
         if report.backbone_fraction > 0:
@@ -276,6 +269,19 @@ def _check_model_match(model_state: State, converted: State, report: ImportRepor
             f"weights from {report.source} do not match the model's backbone: {report.backbone_fraction:.0%} of its "
             f"tensors match, less than MODEL.WEIGHTS_MIN_MATCH {min_match:g}\n{report}\n{_layout(converted)}"
             f"  fix: {fix}"
+        )
+
+
+def _check_blocks(model_state: State, converted: State, report: ImportReport, min_match: float) -> None:
+    """Raise WeightsError if a file has more transformer blocks than the model."""
+    blocks, expected = sum(block_counts(converted)), sum(block_counts(model_state))
+    expected += any(key.startswith("heads.b1.") for key in model_state)  # the last block is in JPMHead
+    if 0 < expected < min_match * blocks:
+        raise WeightsError(
+            f"weights from {report.source} do not match the model: the file has {blocks} transformer blocks, the model "
+            f"{expected}\n{_sizes(model_state, converted)}"
+            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.NAME, "
+            "MODEL.BACKBONE.DEPTH), or lower MODEL.WEIGHTS_MIN_MATCH to load them partially"
         )
 
 

@@ -52,11 +52,6 @@ _MOCO = "encoder_q."
 _MOCO_HEADS = tuple(f"{_MOCO}{name}." for name in ("fc", "fc1", "fc2", "classifier", "embed_fc"))
 
 
-def is_moco(state: Mapping[str, torch.Tensor]) -> bool:
-    """Return True for a state dict of MoCo, e.g. of LUPerson and LUPerson-NL."""
-    return any(name.startswith(_MOCO) for name in state)
-
-
 def backbone_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert the prefix of the backbone's tensors to ``backbone.``; the names of other tensors do not change.
 
@@ -114,21 +109,21 @@ def whole_model_names(state: State, backbone: nn.Module, notes: list[str], *, po
         notes: remarks for the import report are appended here.
         pools_without_padding: whether the stem of the model to load into is that of current FastReID releases.
     """
+    if any(name.startswith(("backbone.", "heads.")) for name in state):
+        if any(name.startswith("heads.bnneck.") for name in state) and pools_without_padding:
+            notes.append(_STEM_NOTE.format(who="models of FastReID up to v0.1.1, such as this file,"))
+        return state
     if is_agw(state):
         return agw_names(state)
-    state = backbone_names(state) if is_moco(state) else state
-    names = list(state)
-    if any(name.startswith("base.") for name in names):
+    if any(name.startswith(_MOCO) for name in state):
+        return backbone_names(state)
+    if any(name.startswith("base.") for name in state):
         if pools_without_padding and "base.conv1.weight" in state:
             notes.append(_STEM_NOTE.format(who="the strong baseline and AGW"))
         return {
             f"backbone.{name.removeprefix('base.')}" if name.startswith("base.") else f"heads.{name}": value
             for name, value in state.items()
         }
-    if any(name.startswith(("backbone.", "heads.")) for name in names):
-        if any(name.startswith("heads.bnneck.") for name in names) and pools_without_padding:
-            notes.append(_STEM_NOTE.format(who="models of FastReID up to v0.1.1, such as this file,"))
-        return state
     if not backbone.state_dict().keys() & state.keys():
         return _add_backbone_prefix(state, backbone)
     if pools_without_padding:

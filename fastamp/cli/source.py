@@ -106,7 +106,7 @@ def config_of(
     Raises:
         UserError: if ``source`` cannot be read or contains no config.
     """
-    from fastamp.config import CfgNode, read_config
+    from fastamp.config import read_config
     from fastamp.config.files import FOLDERS_KEY
 
     resolved = resolve_source(source)
@@ -131,7 +131,7 @@ def config_of(
     if resolved.kind == RUN:
         complete, cfg = cfg, defaults.clone()
         cfg.defrost()
-        cfg.merge_from_other_cfg(CfgNode.load_cfg(complete.dump()))
+        cfg.merge_saved(complete.dump())
         cfg.merge_from_other_cfg({FOLDERS_KEY: complete.saved_in()})
     return cfg
 

@@ -31,7 +31,7 @@ from fastamp.utils.files import FORMAT_KEY
 
 logger = logging.getLogger(__name__)
 
-COMMAND_LINE, ASSIGNMENT = "command line", "assignment"
+COMMAND_LINE, ASSIGNMENT, _SAVED = "command line", "assignment", "saved config"
 _NO_MEANING = "Declared by assignment, without a description."
 Edit = Callable[[], Any]
 
@@ -134,7 +134,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
                 f"{name!r} is reserved by CfgNode and cannot be a config key.\n  fix: choose another name"
             )
         self._check_not_frozen(name)
-        if isinstance(value, YacsCfgNode) and (name not in self or self._is_section(name)):
+        if isinstance(value, YacsCfgNode) and (name not in self or isinstance(self[name], CfgNode)):
             self._attach_or_merge(name, value)
         elif name not in self and (self._declares or self._is_new_key(name, value)):
             self._declare_value(name, value)
@@ -190,6 +190,16 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
                 "  fix: pass a CfgNode or a dict; merge_from_file reads a file, merge_from_list reads KEY VALUE pairs"
             )
         _apply(self._mapping_edits(cfg_other, "another config"))
+
+    def merge_saved(self, text: str) -> None:
+        """Merge a saved config, the YAML text from ``dump``. No key counts as set, since the text contains all keys.
+
+        Raises:
+            ConfigError: if the text is not a YAML mapping, a key is unknown or a value is invalid.
+        """
+        self._check_not_frozen()
+        edits = self._mapping_edits(parse_yaml(text, _SAVED), _SAVED)
+        _apply(partial(edit, mark=False) if isinstance(edit, partial) else edit for edit in edits)
 
     def merge_from_list(self, cfg_list: Sequence[Any]) -> None:
         """Merge ``[KEY, VALUE, KEY, VALUE, ...]`` from a command line.
@@ -292,7 +302,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
             if section not in node:
                 node._attach(section, CfgNode())
                 node[section].__dict__["_declares"] = False
-            elif not node._is_section(section):
+            elif not isinstance(node[section], CfgNode):
                 raise ValueError(
                     f"cannot declare the config key {key.path}: {node._full(section)} is a key, not a section.\n"
                     "  fix: choose another path for the new key"
@@ -349,7 +359,6 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
                 f"{source}: expected a string as config key, got {brief(name)} ({type(name).__name__}){where}.\n"
                 "  fix: write the key as text, in quotes if YAML reads it as another type"
             )
-        name = current_path(self._full(name)).removeprefix(self._full(""))
         head, dot, rest = name.partition(".")
         self._check_not_frozen(head)
         if dot and isinstance(self.get(head), CfgNode):
@@ -361,6 +370,8 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
                 yield self._set(head, value, source)
         elif self.is_new_allowed() and head:
             yield self._set(name, value, source)  # not split at dots: keys of a free-form section may be globs
+        elif (path := self._full(name)) != (current := current_path(path)):
+            yield from self._edits(current.removeprefix(self._full("")), value, source)
         else:
             new = f"\n  for a new key: cfg.define({self._full(name)!r}, {brief(value)}, 'its meaning')"
             raise ConfigError(f"{source}: {self._unknown(name)}{new if source == ASSIGNMENT else ''}")
@@ -390,7 +401,6 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
 
     def _set(self, name: str, value: Any, source: str) -> Edit:
         """Return the edit that sets the key ``name`` of this node to the converted value."""
-        self._check_not_frozen(name)
         if isinstance(value, Mapping):
             raise ConfigError(
                 f"{source}: {self._full(name)} is a key: expected a value, got {brief(dict(value))}.\n"
@@ -427,9 +437,6 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
                 f"  fix: set {self._full(head)}"
             )
         return unknown_key(self._full(name), self._path, self, {*KEYS, *(key.path for key, _ in self.keys_below())})
-
-    def _is_section(self, name: str) -> bool:
-        return isinstance(self.get(name), CfgNode)
 
     def _check_not_frozen(self, name: Any = "") -> None:
         if self.is_frozen():

@@ -160,12 +160,12 @@ def _converted(key: Key, value: Any) -> Any:
         return type(key.default)(
             free_value(key.path, element)
             if key.element_type is None
-            else _scalar(key.path, key.element_type, plain(element), key.expected)
+            else _scalar(key, key.element_type, plain(element))
             for element in elements
         )
     if key.choices and isinstance(key.default, str):
         return _choice(key, value)
-    converted = _scalar(key.path, type(key.default), value, key.expected)
+    converted = _scalar(key, type(key.default), value)
     if key.choices and converted not in key.choices:
         raise _not_among_choices(key, value)
     return converted
@@ -187,7 +187,7 @@ def free_value(path: str, value: Any, nested: bool = False) -> Any:
         number, word = _number(value), value.strip().lower()
         if number is not None and not _is_huge(number):
             return number
-        if word in _NONE:
+        if _is_none(value):
             return None
         if word in ("true", "false"):
             return word == "true"
@@ -246,9 +246,8 @@ def brief(value: Any) -> str:
 def _type_error(path: str, expected: str, value: Any) -> ConfigError:
     if value is None:
         return ConfigError(f"{path}: expected {expected}, got null.\n  fix: set a value, or remove the key")
-    return ConfigError(
-        f"{path}: expected {expected}, got {brief(value)} ({type(value).__name__}).\n  fix: set {path} to {expected}"
-    )
+    fix = "write '' for an empty string" if _is_none(value) and "string" in expected else f"set {path} to {expected}"
+    return ConfigError(f"{path}: expected {expected}, got {brief(value)} ({type(value).__name__}).\n  fix: {fix}")
 
 
 def _bounds_error(key: Key, subject: str, bounds: str, value: Any) -> ConfigError:
@@ -278,32 +277,33 @@ def list_choices(choices: Iterable[str | int]) -> str:
     return ", ".join('""' if choice == "" else str(choice) for choice in choices)
 
 
-def _scalar(path: str, kind: type, value: Any, expected: str) -> Any:
+def _scalar(key: Key, kind: type, value: Any) -> Any:
     """Convert a value to bool, int, float or str, or raise ConfigError."""
-    wrong = _type_error(path, expected, value)
-    if kind is bool:
-        flag = parse_bool(value)
-        if flag is None:
-            raise wrong
-        return flag
-    if isinstance(value, bool):
-        raise wrong
+    converted = _lossless(kind, value)
+    if converted is None:
+        raise _type_error(key.path, key.expected, value)
+    return converted
+
+
+def _lossless(kind: type, value: Any) -> Any:
+    """Convert a value to bool, int, float or str; None if that is impossible, or changes the value."""
+    if kind is bool or isinstance(value, bool):
+        return parse_bool(value) if kind is bool else None
     if kind is str:
-        if isinstance(value, str) and value.strip().lower() in _NONE:
-            raise ConfigError(f"{path}: expected {expected}, got {value!r}.\n  fix: write '' for an empty string")
-        if not isinstance(value, str | int | float) or _is_huge(value) or not _is_clean(str(value)):
-            raise wrong
-        return str(value)
+        is_text = isinstance(value, str | int | float) and not _is_huge(value) and _is_clean(str(value))
+        return str(value) if is_text and not _is_none(value) else None
     number = _number(value) if isinstance(value, str) else value
     if not isinstance(number, int | float):
-        raise wrong
+        return None
     try:
         converted = kind(number)
     except (OverflowError, ValueError):  # int(inf), int(nan), float(10**400)
-        raise wrong from None
-    if converted != number or _is_huge(converted):  # a NaN differs from itself
-        raise wrong
-    return converted
+        return None
+    return None if converted != number or _is_huge(converted) else converted  # a NaN differs from itself
+
+
+def _is_none(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().lower() in _NONE
 
 
 def _is_clean(text: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from fastamp.amp import PrecisionPolicy, requested_device, resolve_device
-from fastamp.config import CfgNode, get_cfg, load_plugin
+from fastamp.config import get_cfg, load_plugin
 from fastamp.config.releases import current_path
 from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.crash import CrashDump
@@ -38,7 +38,7 @@ def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
     cfg = get_cfg()
     if plugin:
         load_plugin(plugin, cfg)
-    cfg.merge_from_other_cfg(CfgNode.load_cfg(crash.config))
+    cfg.merge_saved(crash.config)
     cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.WEIGHTS", ""])
     cfg.merge_from_list(opts)
     cfg.freeze()

@@ -150,7 +150,7 @@ def package(
         write_packaged_model(build, content)
         predictor = Predictor(build, device="cpu", opts=_FLOAT32, plugin=plugin)  # reads what was written
         public = get_cfg(plugin)
-        public.merge_from_other_cfg(CfgNode.load_cfg(content["config"]))
+        public.merge_saved(content["config"])
         text = model_card(
             repository or target.name,
             license=license.metadata(),
@@ -239,7 +239,7 @@ def _read_evaluation(path: Path, checkpoint: Path, cfg: CfgNode, plugin: str) ->
             f"  fix: evaluate {checkpoint} with `fastamp eval`"
         )
     evaluated = get_cfg(plugin)
-    evaluated.merge_from_other_cfg(CfgNode.load_cfg(text))
+    evaluated.merge_saved(text)
     values, expected = feature_values(evaluated), feature_values(cfg)
     differ = [f"{key} {values[key]}" for key in values if values[key] != expected[key]]
     if evaluated_average(evaluated) != evaluated_average(cfg):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, requested_device, resolve_device
+from fastamp.amp.policy import DTYPES
 from fastamp.checkpoint.entries import checkpoint_of, damaged_entry_error, merge_from_checkpoint
 from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
 from fastamp.checkpoint.weights_file import read_checkpoint
@@ -19,7 +20,6 @@ from fastamp.layers.lora import merge_adapters
 from fastamp.modeling.meta_arch import build_model
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import expand
-from fastamp.utils.structure import structure_mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,8 @@ def load_model(
     # MODEL.WEIGHTS overwrites the pretrained weights, and no losses are computed.
     model = build_model(cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False, "MODEL.LOSSES.NAME": ()}))
     extra = load_evaluated_weights(model, content, cfg)
-    merge_adapters(model)
+    if cfg.MODEL.LORA.RANK:
+        merge_adapters(model)
     stored = _stored_policy(extra, cfg.MODEL.WEIGHTS)
     if stored and not from_config and not _sets_precision(opts):
         policy_cfg = cfg.with_values({"SOLVER.AMP": "off" if stored["dtype"] == "float32" else stored["dtype"]})
@@ -116,9 +117,8 @@ def _config_from_checkpoint(content: Any, checkpoint: Path, device: str, opts: S
     """Read the config from a checkpoint, and adapt the config for inference with the checkpoint's weights."""
     cfg = get_cfg(plugin)
     merge_from_checkpoint(cfg, content, checkpoint)
-    cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", "0", "MODEL.COMPILE", "off"])
-    cfg.merge_from_list(opts)
-    cfg.MODEL.WEIGHTS = str(checkpoint)
+    cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", 0, "MODEL.COMPILE", "off", *opts])
+    cfg.merge_from_list(["MODEL.WEIGHTS", str(checkpoint)])
     cfg.freeze()
     return cfg
 
@@ -137,14 +137,11 @@ def _stored_policy(extra: dict[str, Any], path: str) -> dict[str, Any] | None:
     """Return the training precision policy stored in a checkpoint; None if the checkpoint does not contain one.
 
     Raises:
-        WeightsError: if the policy in the checkpoint does not have the expected structure.
+        WeightsError: if the policy in the checkpoint does not name a dtype.
     """
-    policy = extra.get("policy")
-    mismatch = structure_mismatch({"dtype": ""}, policy, "policy")
-    if not mismatch and policy and "dtype" not in policy:
-        mismatch = "policy: missing entry 'dtype'"
-    if mismatch:
-        raise damaged_entry_error(path, mismatch)
+    policy: Any = extra.get("policy")
+    if policy is not None and not (isinstance(policy, dict) and policy.get("dtype") in [*DTYPES]):
+        raise damaged_entry_error(path, f"policy: expected a dict with a dtype ({', '.join(DTYPES)})")
     return policy
 
 

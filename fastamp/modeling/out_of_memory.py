@@ -1,8 +1,9 @@
 """Detect that a model does not fit into memory before the operating system kills the process."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,31 +41,26 @@ def explain_out_of_memory(cfg: CfgNode) -> Iterator[None]:
         ConfigError: if the model does not fit into memory. The message states the required and available memory, and
             the config keys that are the likely cause.
     """
-    sizes = {
-        key.path: value
-        for key, value in cfg.keys_below()
-        if key.path.startswith("MODEL.") and isinstance(value, int) and not isinstance(value, bool)
-    }
     try:
-        with _CheckTensorSizes(sizes):
+        with _CheckTensorSizes(partial(_out_of_memory_error, cfg)):
             yield
     except (RuntimeError, MemoryError) as error:
         if not (is_out_of_memory(error) or any(text in str(error) for text in _OVERFLOW_MESSAGES)):
             raise
         requested = re.search(r"allocate (\d+) bytes", str(error))
-        raise _out_of_memory_error(sizes, nbytes=int(requested[1]) if requested else None) from error
+        raise _out_of_memory_error(cfg, nbytes=int(requested[1]) if requested else None) from error
 
 
 class _CheckTensorSizes(TorchFunctionMode):
     """Compare the size of each large CPU tensor with the available memory before the tensor is created.
 
     Args:
-        sizes: config key -> integer below ``MODEL``, for the message.
+        error: creates the error from the shape and the bytes of a tensor, and the available bytes.
     """
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, error: Callable[..., ConfigError]) -> None:
         super().__init__()
-        self._sizes = sizes
+        self._error = error
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -84,14 +80,18 @@ class _CheckTensorSizes(TorchFunctionMode):
             return
         free = available_memory()
         if free is not None and nbytes > free:
-            raise _out_of_memory_error(self._sizes, shape=tuple(tensor.shape), nbytes=nbytes, free=free)
+            raise self._error(shape=tuple(tensor.shape), nbytes=nbytes, free=free)
 
 
 def _out_of_memory_error(
-    sizes: Mapping[str, int], *, shape: tuple[int, ...] = (), nbytes: int | None = None, free: int | None = None
+    cfg: CfgNode, *, shape: tuple[int, ...] = (), nbytes: int | None = None, free: int | None = None
 ) -> ConfigError:
     """Create the error; the message lists large integers below ``MODEL`` that divide a dimension of the tensor."""
-    large = {name: value for name, value in sizes.items() if value >= _MIN_SUSPECT_SIZE}
+    large = {
+        key.path: value
+        for key, value in cfg.MODEL.keys_below()
+        if isinstance(value, int) and value >= _MIN_SUSPECT_SIZE
+    }
     divisors = {name: value for name, value in large.items() if any(size and size % value == 0 for size in shape)}
     suspects = sorted((divisors or large).items(), key=lambda item: -item[1])
     tensor = f"a tensor of shape {shape}" if shape else "a tensor"

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from fastamp.amp import requested_device, resolve_device
-from fastamp.config import CfgNode, get_cfg, read_config
+from fastamp.config import get_cfg, read_config
 from fastamp.data import build_reid_train_loader
 from fastamp.data.custom_loader import as_train_loader
 from fastamp.engine import default_setup
@@ -40,7 +40,7 @@ def test_unset_device_stays_unset_in_copies_and_merged_configs(monkeypatch):
     other.merge_from_other_cfg(cfg)
     assert other.SEED == 3 and other.is_set("SEED") and not other.is_set("MODEL.DEVICE")
     stored = get_cfg()
-    stored.merge_from_other_cfg(CfgNode.load_cfg(cfg.dump()))
+    stored.merge_saved(cfg.dump())
     for config in (other, stored, cfg.clone(), cfg.with_values({"SEED": 4})):
         assert requested_device(config) == "auto"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -381,7 +381,7 @@ def test_merge_from_list_raises_only_config_error_for_arbitrary_text(pairs):
         assert cfg == get_cfg()
     else:
         again = get_cfg()
-        again.merge_from_other_cfg(CfgNode.load_cfg(cfg.dump()))
+        again.merge_saved(cfg.dump())
         assert again == cfg
 
 
@@ -391,7 +391,7 @@ def test_merge_from_list_raises_only_config_error_for_arbitrary_text(pairs):
 def test_free_form_names_with_dots_survive_dump_and_load_cfg(cfg):
     cfg.merge_from_list(["SOLVER.LR_FACTORS", "{'backbone.layer1.*': 0.1, heads: 2}"])
     again = get_cfg()
-    again.merge_from_other_cfg(CfgNode.load_cfg(cfg.dump()))
+    again.merge_saved(cfg.dump())
     assert again == cfg
     assert dict(again.SOLVER.LR_FACTORS) == {"backbone.layer1.*": 0.1, "heads": 2}
     with pytest.raises(ConfigError, match="without dots"):

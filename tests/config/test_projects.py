@@ -10,7 +10,7 @@ import pytest
 import fastamp.config.projects as projects
 import fastamp.config.recipes as recipes
 from fastamp.cli import main
-from fastamp.config import CfgNode, get_cfg, load_plugin, read_config
+from fastamp.config import get_cfg, load_plugin, read_config
 from fastamp.config.projects import project_of
 from fastamp.config.recipes import find_recipe
 from fastamp.utils.errors import ConfigError
@@ -55,7 +55,7 @@ def test_recipe_below_a_project_loads_the_plugin_and_names_the_project(folder):
 def test_config_of_a_run_needs_no_plugin_argument(folder, tmp_path):
     text = read_config("Colors/demo").dump()
     other = get_cfg()
-    other.merge_from_other_cfg(CfgNode.load_cfg(text))
+    other.merge_saved(text)
     assert other.dump() == text
     (tmp_path / "config.yaml").write_text(text)
     assert read_config(str(tmp_path / "config.yaml")).dump() == text

@@ -8,7 +8,7 @@ from PIL import Image
 from tiny import tiny_config
 
 from fastamp.cli.source import config_of, evaluation_config
-from fastamp.config import CfgNode, get_cfg, read_config
+from fastamp.config import get_cfg, read_config
 from fastamp.data.build import build_dataset
 from fastamp.engine import DefaultTrainer
 from fastamp.inference.package import License, package
@@ -115,4 +115,4 @@ def test_saved_config_of_a_later_format_is_refused(tmp_path):
         with pytest.raises(ConfigError, match=named):
             read_config(str(tmp_path / "config.yaml"))
         with pytest.raises(ConfigError):
-            get_cfg().merge_from_other_cfg(CfgNode.load_cfg(line))
+            get_cfg().merge_saved(line)

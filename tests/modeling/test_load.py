@@ -23,7 +23,7 @@ def features(loaded):
 
 def config_of(checkpoint, *opts):
     cfg = get_cfg()
-    cfg.merge_from_other_cfg(type(cfg).load_cfg(torch.load(checkpoint, weights_only=True)["config"]))
+    cfg.merge_saved(torch.load(checkpoint, weights_only=True)["config"])
     cfg.merge_from_list(["MODEL.WEIGHTS", str(checkpoint), *opts])
     return cfg
 

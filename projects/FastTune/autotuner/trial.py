@@ -134,7 +134,7 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
     cfg = get_cfg()
     if settings.plugin:
         load_plugin(settings.plugin, cfg)
-    cfg.merge_from_other_cfg(CfgNode.load_cfg(settings.config))
+    cfg.merge_saved(settings.config)
     trial = tune.get_context().get_trial_id()
     recipe = settings.space.apply(cfg, settings.space.decoded(sample))
     recipe = recipe.with_values({"OUTPUT_DIR": str(output_dir(settings.folder, trial))})
