@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from fastamp.cli.model_arguments import EXPORTED_HELP, model_of
 from fastamp.cli.options import add_plugin_argument
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.errors import ConfigError
 from fastamp.utils.plural import plural
 from fastamp.utils.table import format_table
 
@@ -72,20 +72,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add(args: argparse.Namespace) -> int:
-    from fastamp.data.datasets.custom import image_files
     from fastamp.inference.gallery_source import Metadata, add_extraction, add_images
+    from fastamp.inference.image_list import image_paths
     from fastamp.retrieval.gallery_store import parse_time
 
     metadata = Metadata(args.camera, args.identity, parse_time(args.time) if args.time else None)
     extractions = [source for source in args.sources if Path(source).suffix == ".npz"]
-    paths: list[str] = []
-    for source in (source for source in args.sources if source not in extractions):
-        if not Path(source).exists():
-            raise DataError(f"{source} not found.\n  fix: correct the path of the image or folder")
-        files = image_files(Path(source)) if Path(source).is_dir() else [source]
-        if not files:
-            raise DataError(f"no images found in the folder {source}.\n  fix: give a folder that contains images")
-        paths += files
+    paths = image_paths(source for source in args.sources if source not in extractions)
     if paths and not args.checkpoint:
         raise ConfigError("images need a model.\n  fix: add --model CHECKPOINT, or add extracted features (.npz)")
     model = model_of(args) if args.checkpoint else None

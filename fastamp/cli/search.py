@@ -22,7 +22,6 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastamp.cli.model_arguments import EXPORTED_HELP, add_camera_view_arguments, add_model_arguments, model_of
@@ -30,7 +29,7 @@ from fastamp.cli.options import is_key, split_key_values
 from fastamp.config import get_cfg
 from fastamp.config.plugin_tables import read_tables
 from fastamp.utils.choices import EF_SEARCH, PROBED
-from fastamp.utils.errors import ConfigError, DataError, did_you_mean
+from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.table import format_table
 
 if TYPE_CHECKING:
@@ -97,8 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search and print the results."""
-    from fastamp.data.datasets.custom import image_files
     from fastamp.inference.image_folder import open_source
+    from fastamp.inference.image_list import image_paths
     from fastamp.retrieval.columns import has_missing_integers, is_unknown
     from fastamp.retrieval.open_gallery import check_gallery, has_features, open_gallery
 
@@ -108,15 +107,7 @@ def run(args: argparse.Namespace) -> int:
         restriction = f", only {' '.join(args.queries)}" if args.queries else ""
         options = "".join(f", or --{name}" for name in args.terms)
         raise ConfigError(f"no query image{restriction}.\n  fix: add an image or a folder{options}")
-    queries: list[str | Path] = []
-    for query in names:
-        images = image_files(Path(query)) if Path(query).is_dir() else [query]
-        if not images:
-            raise DataError(f"no images found in the folder {query}.\n  fix: give a folder that contains images")
-        queries += images
-    missing = next((query for query in queries if not Path(query).exists()), None)
-    if missing is not None:
-        raise DataError(f"query image {missing} not found.\n  fix: correct the path")
+    queries = image_paths(names)
     path, conditions = check_gallery(args.gallery), _conditions(args)
     how = {"index": args.index, "kind": args.kind}
     get_cfg(args.plugin)  # registers the kinds of indices of a plugin

@@ -7,10 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fastamp.data.transforms import Transforms
@@ -18,7 +20,7 @@ from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.image_folder import open_source
-from fastamp.inference.images import COLORS, Boxes, Image, as_one, decode
+from fastamp.inference.images import COLORS, Boxes, Image, as_list, decode
 from fastamp.inference.outputs import OUTPUT_REGISTRY, PredictorOutput
 from fastamp.inference.search_terms import SearchTerm
 from fastamp.inference.similarity import Comparison, sample_pair_scores
@@ -163,14 +165,8 @@ class FeatureModel(ABC):
 
     def _load(self, image: Image, color: str) -> Tensor | None:
         """Decode and resize an image to (C, H, W) uint8; return None if it has no pixels."""
-        pixels = self._decode(image, color, self.transforms.resize.least_side)
+        pixels = decode(image, color, self.transforms, self.transforms.resize.least_side)
         return self.transforms.resize(pixels) if pixels.numel() else None
-
-    def _decode(self, image: Image, color: str, least_side: int | None = None) -> Tensor:
-        """Decode an image to (C, H, W) uint8 with the model's channels; see ``read_image`` for ``least_side``."""
-        transforms = self.transforms
-        limits: dict[str, Any] = {"max_pixels": transforms.max_pixels, "least_side": least_side}
-        return decode(image, color, transforms.channels, bit_depth=transforms.bit_depth, **limits)
 
     @abstractmethod
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
@@ -186,6 +182,22 @@ class FeatureModel(ABC):
         if empty:
             raise DataError(f"image {empty[0]} has no pixels.\n  fix: remove this image, or pass at least 1 x 1 pixels")
         return features
+
+    def readable_features(self, paths: Sequence[str]) -> tuple[list[str], Tensor, list[str]]:
+        """Extract the features of those image files that can be read.
+
+        Returns:
+            The paths of M images, their features (M, D), and the errors of the others.
+        """
+        try:
+            return [*paths], self.require_features(paths), []
+        except DataError as error:
+            if len(paths) == 1:
+                return [], torch.empty(0), [str(error)]
+        half = len(paths) // 2
+        parts = [self.readable_features(part) for part in (paths[:half], paths[half:])]
+        readable, features, faults = zip(*parts, strict=True)
+        return [*chain(*readable)], torch.cat(features), [*chain(*faults)]
 
     def compare(
         self,
@@ -211,8 +223,13 @@ class FeatureModel(ABC):
                 model or contains no pairs.
             ConfigError: see ``features``.
         """
-        features = self.require_features([*as_one(a), *as_one(b)], **options)
-        return self.compare_features(*features, reference=reference)
+        images = [*as_list(a), *as_list(b)]
+        if len(images) != 2:
+            raise DataError(
+                f"a comparison requires exactly two images; got {len(images)} images.\n"
+                "  fix: compare one pair of images per call"
+            )
+        return self.compare_features(*self.require_features(images, **options), reference=reference)
 
     def compare_features(
         self, a: Tensor, b: Tensor, *, reference: PairScores | str | os.PathLike[str] | None = None
@@ -305,22 +322,18 @@ class FeatureModel(ABC):
                 values for ``terms`` or ``conditions``.
         """
         check_same_model(gallery.path, gallery.model, self.config_hash, self.checkpoint)
-        limited = conditions or None
         with gallery.reading():  # the rows of terms are those of the search, also if other processes change the gallery
+            limits = [gallery.rows_where(conditions)] if conditions else []
             if query is None:
                 if not terms:
                     raise ConfigError(
                         f"expected queries or terms, got {query} and {len(terms)} terms.\n  fix: pass one of them"
                     )
                 scores = np.prod([term.scores(gallery) for term in terms], axis=0)
-                rows = gallery.rows_where(limited) if limited else None
+                rows = limits[0] if limits else None
                 return search_by_scores(scores, gallery, k, metric=", ".join(term.name for term in terms), rows=rows)
-            where: Conditions | np.ndarray | None = conditions
-            if terms:
-                accepted = [term.rows(gallery) for term in terms]
-                if limited:
-                    accepted.append(gallery.rows_where(limited))
-                where = functools.reduce(np.intersect1d, accepted)
+            limits += [term.rows(gallery) for term in terms]
+            where = functools.reduce(np.intersect1d, limits) if limits else None
             result = search(query, gallery, k, effort=effort, exact=exact, where=where)
         return replace(result, decision=decide(result, self.calibration))
 

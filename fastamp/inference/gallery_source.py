@@ -4,7 +4,6 @@ import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from os import PathLike
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from fastamp.data.decode import read_image
 from fastamp.data.file_parts import file_of
 from fastamp.inference.feature_model import FeatureModel
-from fastamp.inference.readable import compute_readable
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.gallery_store import Item
 from fastamp.retrieval.mutable_gallery import MutableGallery, create_or_open
@@ -25,6 +23,8 @@ from fastamp.utils.progress import track
 
 _EXTRACTED_BATCH, _IMAGE_BATCH = 4096, 256
 _PICTURE_SIDE, _PICTURE_QUALITY = 192, 80
+_Loaded = tuple[list[Item], Tensor, list[str]]
+"""Items, their features (N, D), and the errors of images that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,17 @@ def add_images(
     """
     metadata = metadata or Metadata()
     with create_or_open(gallery, model.model_id) as opened:
+
+        def item(path: str) -> Item:
+            picture = make_picture(read_image(path, least_side=_PICTURE_SIDE, bit_depth=None)) if pictures else None
+            labels = (metadata.identity, metadata.camera, metadata.time)
+            return Item(id_of_path(gallery, path), Path(path).name, *labels, picture)
+
+        def load(rows: list[int]) -> _Loaded:
+            readable, features, faults = model.readable_features([paths[row] for row in rows])
+            return [item(path) for path in readable], features, faults
+
         ids = [id_of_path(gallery, path) for path in paths]
-
-        def item(row: int) -> Item:
-            picture = (
-                make_picture(read_image(paths[row], least_side=_PICTURE_SIDE, bit_depth=None)) if pictures else None
-            )
-            name = Path(paths[row]).name
-            return Item(ids[row], name, metadata.identity, metadata.camera, metadata.time, picture)
-
-        def load(rows: list[int]) -> tuple[list[Item], Tensor]:
-            return [item(row) for row in rows], model.require_features([paths[row] for row in rows])
-
         return _add(opened, ids, load, replace=replace, skip_corrupt=skip_corrupt, size=_IMAGE_BATCH)
 
 
@@ -126,8 +125,8 @@ def add_extraction(
         name = Path(str(images.paths[row])).name
         return Item(ids[row], name, metadata.identity or identity, metadata.camera or camera, metadata.time)
 
-    def load(rows: list[int]) -> tuple[list[Item], Tensor]:
-        return [item(row) for row in rows], torch.from_numpy(np.array(content.matrix[rows]))
+    def load(rows: list[int]) -> _Loaded:
+        return [item(row) for row in rows], torch.from_numpy(np.array(content.matrix[rows])), []
 
     with create_or_open(gallery, content.model) as opened:
         return _add(opened, ids, load, replace=replace, size=_EXTRACTED_BATCH)[:2]
@@ -140,7 +139,7 @@ def _known(value: object) -> str:
 def _add(
     gallery: MutableGallery,
     ids: list[str],
-    load: Callable[[list[int]], tuple[list[Item], Tensor]],
+    load: Callable[[list[int]], _Loaded],
     *,
     replace: bool,
     size: int,
@@ -156,11 +155,9 @@ def _add(
         block = [row for row in block if replace or ids[row] not in gallery]
         if not block:
             continue
-        parts, block_faults = compute_readable(block, load)
+        items, values, block_faults = load(block)
         faults += block_faults
-        if parts:
-            items = [*chain.from_iterable(part for _, (part, _) in parts)]
-            values = torch.cat([part for _, (_, part) in parts])
+        if items:
             new = gallery.add(items, values, skip_existing=True)  # other processes may have added some in the meantime
             old = sorted(set(range(len(items))) - set(new)) if replace else []
             if old:

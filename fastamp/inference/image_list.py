@@ -1,7 +1,8 @@
 """List of the images to extract: those of a dataset, a CSV file or a folder, with their columns."""
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -54,6 +55,26 @@ def dataset_name(source: str | PathLike[str]) -> str:
     )
 
 
+def image_paths(given: Iterable[str | PathLike[str]]) -> list[str]:
+    """Return the paths of images: those that are given, and those of the images in folders and their subfolders.
+
+    Raises:
+        DataError: if a path does not exist, or a folder contains no images.
+    """
+    paths: list[str] = []
+    for path in given:
+        if not os.path.exists(path):
+            raise DataError(f"{path} not found.\n  fix: correct the path of the image or folder")
+        found = image_files(Path(path)) if os.path.isdir(path) else [os.fspath(path)]
+        if not found:
+            raise DataError(
+                f"no images found in {os.path.abspath(path)} or its subfolders.\n"
+                "  fix: choose a folder that contains image files"
+            )
+        paths += found
+    return paths
+
+
 def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str] = EXTRACTED_SPLITS) -> Listing:
     """List the images of a dataset, a CSV file or a folder, in a fixed order.
 
@@ -74,13 +95,7 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
         check_choice("splits", split, EXTRACTED_SPLITS)
     name = dataset_name(source)
     if not name:
-        folder = Path(source).expanduser()
-        files = image_files(folder)
-        if not files:
-            raise DataError(
-                f"no images found in {folder.absolute()} or its subfolders.\n"
-                "  fix: choose a folder that contains image files"
-            )
+        files = image_paths([Path(source).expanduser()])
         unknown = np.full(len(files), -1)
         items = PackedItems.of(ImageItem(file, 0, -1) for file in files)
         return Listing(items, ImageColumns(paths=np.array(files), pids=unknown, camids=unknown))

@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastamp.data.boxes import are_normalized, clip_box, normalized_error, warn_of_small_boxes
 from fastamp.data.decode import decode_image, image_from_pil, read_image, with_channels
+from fastamp.data.transforms import Transforms
 from fastamp.utils.errors import DataError
 
 Image = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes] | PIL.Image.Image | np.ndarray | Tensor
@@ -19,38 +20,38 @@ Boxes = Sequence[Sequence[float]] | np.ndarray | Tensor
 COLORS = ("rgb", "bgr")
 
 
-def decode(
-    image: Image, color: str, channels: int, *, max_pixels: int, least_side: int | None = None, bit_depth: int
-) -> Tensor:
+def decode(image: Image, color: str, transforms: Transforms, least_side: int | None = None) -> Tensor:
     """Decode an image to (C, H, W) uint8.
 
     Args:
         image: see ``Predictor.features``.
         color: channel order of arrays and tensors, one of ``COLORS``.
-        channels: number of channels C: 1, 3 or 4.
-        max_pixels, least_side, bit_depth: see ``read_image``.
+        transforms: number of channels C and limits of the images of a model.
+        least_side: see ``read_image``. Default: None.
 
     Raises:
         DataError: if the image cannot be read, or has a wrong shape or dtype.
     """
+    channels, bit_depth = transforms.channels, transforms.bit_depth
+    limits: dict[str, Any] = {"max_pixels": transforms.max_pixels, "least_side": least_side, "bit_depth": bit_depth}
     if isinstance(image, (str, os.PathLike)):
         if os.path.isdir(image):
             raise DataError(
                 f"expected an image, got the folder {os.fspath(image)}.\n"
                 "  fix: pass the files, e.g. sorted(pathlib.Path(folder).glob('*.jpg'))"
             )
-        return read_image(os.fspath(image), channels, max_pixels=max_pixels, least_side=least_side, bit_depth=bit_depth)
+        return read_image(os.fspath(image), channels, **limits)
     if hasattr(image, "read"):
         image = _content_of(image)
     if isinstance(image, (bytes, bytearray, memoryview)):
-        return decode_image(bytes(image), channels, max_pixels=max_pixels, least_side=least_side, bit_depth=bit_depth)
+        return decode_image(bytes(image), channels, **limits)
     if isinstance(image, PIL.Image.Image):
         return image_from_pil(image, channels, bit_depth=bit_depth)
     return with_channels(_as_tensor(image, color), channels)
 
 
 def crop_frame(
-    images: Image | Sequence[Image], boxes: Any, color: str, decode: Callable[[Image, str], Tensor]
+    images: Image | Sequence[Image], boxes: Any, color: str, transforms: Transforms
 ) -> tuple[list[Any], str]:
     """Crop boxes from the only image with ``crop_boxes``, and return the crops and their channel order.
 
@@ -58,7 +59,7 @@ def crop_frame(
         images: one image, the frame.
         boxes: see ``as_boxes``.
         color: channel order of arrays and tensors.
-        decode: function (image, color) -> (C, H, W) uint8 RGB, for other images.
+        transforms: see ``decode``, for other images.
 
     Raises:
         DataError: if there is not exactly one image, or the boxes are normalized; see also ``as_boxes`` and
@@ -75,7 +76,7 @@ def crop_frame(
     warn_of_small_boxes(corners, "boxes")
     frame = frames[0]
     if not isinstance(frame, (np.ndarray, Tensor)):
-        frame, color = decode(frame, color), "rgb"
+        frame, color = decode(frame, color, transforms), "rgb"
     return list(crop_boxes(frame, corners)), color
 
 
@@ -138,55 +139,39 @@ def _content_of(file: Any) -> bytes:
     return content
 
 
-def as_one(image: Image) -> list[Image]:
-    """Return a list with one image; raise DataError if ``image`` contains more than one."""
-    images = as_list(image)
-    if len(images) != 1:
-        raise DataError(
-            f"a comparison requires exactly one image per argument; got {len(images)} images.\n"
-            "  fix: compare one pair of images per call"
-        )
-    return images
-
-
 def as_boxes(boxes: Any) -> np.ndarray:
     """Convert boxes to (N, 4) float64."""
     try:
         if isinstance(boxes, (list, tuple)):
             boxes = [box.detach().cpu().tolist() if isinstance(box, Tensor) else box for box in boxes]
         corners = np.asarray(boxes.detach().cpu() if isinstance(boxes, Tensor) else boxes, dtype=np.float64)
+        if corners.size == 0:
+            return corners.reshape(0, 4)
+        if corners.ndim != 2 or corners.shape[1] != 4:
+            raise ValueError(f"got shape {corners.shape}")
     except (TypeError, ValueError) as error:
         raise DataError(
             f"boxes must be an (N, 4) array of numbers: {error}.\n"
             "  fix: pass left, top, right and bottom in pixels for each box"
         ) from error
-    if corners.size == 0:
-        return corners.reshape(0, 4)
-    if corners.ndim != 2 or corners.shape[1] != 4:
-        raise DataError(
-            f"boxes must have shape (N, 4); got {corners.shape}.\n"
-            "  fix: pass left, top, right and bottom in pixels for each box"
-        )
     return corners
 
 
 def _check_layout(image: Any) -> None:
     """Raise DataError unless an image is a gray, RGB or RGBA uint8 array (H, W[, C]) or tensor (C, H, W)."""
-    if not isinstance(image, (np.ndarray, Tensor)):
+    if isinstance(image, Tensor):
+        layout, convert, dimensions, axis = "(C, H, W)", "to(torch.uint8)", (3,), 0
+    elif isinstance(image, np.ndarray):
+        layout, convert, dimensions, axis = "(H, W) or (H, W, C)", "astype('uint8')", (2, 3), 2
+    else:
         fix = "pass a file name, or a uint8 array (H, W, 3)"
         if hasattr(image, "__array_interface__"):
             fix = "convert it with numpy.asarray(image)"
         raise DataError(
             f"an image must be a path, PIL image, array or tensor; got {type(image).__name__}.\n  fix: {fix}"
         )
-    shape = tuple(image.shape)
-    channels = shape[0 if isinstance(image, Tensor) else -1] if len(shape) == 3 else 0
-    gray = len(shape) == 2 and not isinstance(image, Tensor)
-    is_uint8 = image.dtype == (torch.uint8 if isinstance(image, Tensor) else np.uint8)
-    if not is_uint8 or not (gray or channels in (1, 3, 4)):
-        dtype = str(image.dtype).removeprefix("torch.")
-        layout = "(C, H, W)" if isinstance(image, Tensor) else "(H, W) or (H, W, C)"
-        convert = "to(torch.uint8)" if isinstance(image, Tensor) else "astype('uint8')"
+    shape, dtype = tuple(image.shape), str(image.dtype).removeprefix("torch.")
+    if dtype != "uint8" or len(shape) not in dimensions or not set(shape[axis : axis + 1]) <= {1, 3, 4}:
         scale = f"; for values in 0..1: (255 * image).round().{convert}" if "float" in dtype else ""
         raise DataError(
             f"an image must be uint8 {layout} with 1, 3 or 4 channels; got {dtype} {shape}.\n"

@@ -223,7 +223,7 @@ class Predictor(FeatureModel):
         """Compute the outputs (N, width) of ``forward`` for images, by default as wide as the features."""
         check_choice("color", color, COLORS)
         if boxes is not None:
-            images, color = crop_frame(images, boxes, color, self._decode)
+            images, color = crop_frame(images, boxes, color, self.transforms)
         else:
             images = as_list(images)
         inputs, kept = self.inputs.of_images(len(images), **labels), list[int]()

@@ -140,7 +140,7 @@ class ExportedModel(FeatureModel):
             )
         contents = as_list(images)
         if boxes is not None:
-            contents, color = crop_frame(contents, boxes, color, self._decode)
+            contents, color = crop_frame(contents, boxes, color, self.transforms)
         # Reversing the channels of a batch is faster than of crops, whose memory is not contiguous.
         later = color == "bgr" and all(self._is_color_array(image) for image in contents)
         color = "rgb" if later else color

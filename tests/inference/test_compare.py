@@ -78,7 +78,7 @@ def test_compare_raises_if_reference_extraction_is_unusable(predictor, checkpoin
     other = Predictor(checkpoint, device="cpu", opts=["INPUT.SIZE_TEST", "(32, 32)"])
     with pytest.raises(DataError, match=predictor.config_hash):
         other.compare(*two, reference=tmp_path / "plain.npz")
-    with pytest.raises(DataError, match="2 images"):
+    with pytest.raises(DataError, match="3 images"):
         predictor.compare(np.zeros((2, 8, 8, 3), np.uint8), two[0])
 
 

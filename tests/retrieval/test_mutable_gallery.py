@@ -564,9 +564,9 @@ def test_items_that_another_process_adds_meanwhile_are_skipped_or_replaced(repla
         def __getattr__(self, name):
             return getattr(predictor, name)
 
-        def require_features(self, needed):
+        def readable_features(self, needed):
             assert add_images(folder, paths[:2], predictor, Metadata(camera="fast")) == (2, 0, [])
-            return predictor.require_features(needed)
+            return predictor.readable_features(needed)
 
     counts = add_images(folder, paths, Slow(), Metadata(camera="slow"), replace=replace)
     assert counts == ((4, 0, []) if replace else (2, 2, []))
