@@ -116,32 +116,28 @@ def download(
             f"{name!r} is neither an existing path nor the name of a model on the Hub.\n"
             "  fix: correct the path, or pass user/name"
         )
-    hub = _import_hub()
+    api = _hub_api(token)
     unreachable: HubError | None = None
     if not local_files_only:
-        api = hub.HfApi(token=token, library_name="fastamp", library_version=__version__)
         try:
             with _explained(repository, revision):
                 info = api.model_info(repository, revision=revision, timeout=_TIMEOUT)
-            _check_files(repository, [sibling.rfilename for sibling in info.siblings or ()])
+            _check_files(repository, _files_of(info))
         except _UnreachableError as error:
             unreachable = error
-    try:
-        with _explained(repository, revision):
-            folder = hub.snapshot_download(
+    with _explained(repository, revision):
+        try:
+            folder = api.snapshot_download(
                 repository,
                 revision=revision,
                 cache_dir=cache_dir,
-                token=token,
                 local_files_only=local_files_only or unreachable is not None,
                 allow_patterns=[WEIGHTS_NAME, CONFIG_NAME],
-                library_name="fastamp",
-                library_version=__version__,
             )
-    except _NotCachedError:
-        if unreachable:
-            raise unreachable from None
-        raise
+        except FileNotFoundError:  # not in the cache
+            if unreachable:
+                raise unreachable from None
+            raise
     commit = Path(folder).name
     if unreachable:
         logger.warning("%s\n  using the files of revision %s, which were downloaded before", unreachable, commit)
@@ -150,9 +146,7 @@ def download(
     return Path(folder)
 
 
-def upload(
-    folder: Path, repository: str, *, private: bool = False, update: bool = False, token: str | None = None
-) -> str:
+def upload(folder: Path, repository: str, *, private: bool = False, update: bool = False) -> str:
     """Upload a packaged model to the Hub in one commit. The repository is created if it does not exist.
 
     Args:
@@ -160,7 +154,6 @@ def upload(
         repository: ``user/name``.
         private: if True, create a private repository. Default: False, the default of the user or organization.
         update: if False (default), the repository must be new or empty.
-        token: access token. Default: None, the token of ``HF_TOKEN`` or ``hf auth login``.
 
     Returns:
         URL of the commit.
@@ -170,17 +163,12 @@ def upload(
         ConfigError: if huggingface_hub is not installed, or the folder is not a packaged model with a license.
         WeightsError: if the weights are damaged.
     """
-    token = token or find_token(repository)
-    hub = _import_hub()
+    api = _hub_api(find_token(repository))
     check_packaged(folder)
-    api = hub.HfApi(token=token, library_name="fastamp", library_version=__version__)
     with _explained(repository):
-        try:
-            info = api.model_info(repository, timeout=_TIMEOUT)
-        except hub.errors.RepositoryNotFoundError:
-            info = None
-    if info is not None:
-        _check_existing(info, repository, private=private, update=update)
+        api.create_repo(repository, private=private or None, exist_ok=True)
+        info = api.model_info(repository, timeout=_TIMEOUT)
+    _check_existing(info, repository, private=private, update=update)
     skipped = sorted(path.name for path in folder.iterdir() if path.name not in _UPLOADED)
     if skipped:
         logger.warning("not uploaded: %s; only %s are uploaded", ", ".join(skipped), ", ".join(_UPLOADED))
@@ -192,13 +180,11 @@ def upload(
             repository,
             repository,
         )
-    files = [path for name in _UPLOADED if (path := folder / name).is_file()]
     with _explained(repository):
-        if info is None:
-            api.create_repo(repository, private=private or None)
-        commit = api.create_commit(
-            repository,
-            [hub.CommitOperationAdd(path.name, path) for path in files],
+        commit = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            allow_patterns=list(_UPLOADED),
             commit_message=f"Upload model with fastamp {__version__}",
         )
     return str(commit.commit_url)
@@ -221,7 +207,7 @@ def find_token(repository: str) -> str:
 
 def _check_existing(info: Any, repository: str, *, private: bool, update: bool) -> None:
     """Check that a repository is empty, or that it may be updated."""
-    files = [sibling.rfilename for sibling in info.siblings or () if sibling.rfilename != ".gitattributes"]
+    files = [name for name in _files_of(info) if name != ".gitattributes"]
     if files and not update:
         raise HubError(
             f"{repository} already exists and has {len(files)} files{examples(files)}.\n"
@@ -234,13 +220,18 @@ def _check_existing(info: Any, repository: str, *, private: bool, update: bool) 
         )
 
 
+def _files_of(info: Any) -> list[str]:
+    """List the files of a repository."""
+    return sorted(sibling.rfilename for sibling in info.siblings or ())
+
+
 def _check_files(repository: str, files: Sequence[str]) -> None:
     """Check that a repository contains a packaged model."""
     missing = [name for name in (WEIGHTS_NAME, CONFIG_NAME) if name not in files]
     if missing:
         raise HubError(
             f"{repository} is not a model of fastamp: {' and '.join(missing)} not found.\n"
-            f"  found: {', '.join(sorted(files)[:8]) or 'no files'}\n"
+            f"  found: {', '.join(files[:8]) or 'no files'}\n"
             "  fix: choose a model that was uploaded by `fastamp push`; to convert the weights of another program, "
             "download them and run `fastamp import`"
         )
@@ -254,12 +245,12 @@ def _import_hub() -> ModuleType:
     return huggingface_hub
 
 
+def _hub_api(token: str | bool | None) -> Any:
+    return _import_hub().HfApi(token=token, library_name="fastamp", library_version=__version__)
+
+
 class _UnreachableError(HubError):
     """The Hub cannot be reached."""
-
-
-class _NotCachedError(HubError):
-    """A model is not in the cache."""
 
 
 @contextmanager
@@ -300,8 +291,8 @@ def _explain(error: Exception, repository: str, revision: str | None) -> HubErro
         # Names that the Hub forbids, invalid model cards, answers of other servers.
         (ValueError, f"was rejected by {endpoint} or huggingface_hub", "correct the name, or the top of README.md"),
     ]
-    classes = {_DOWNLOAD: _NotCachedError, _CONNECT: _UnreachableError}
     for kinds, problem, fix in explanations:
         if isinstance(error, kinds):
-            return classes.get(fix, HubError)(f"{repository} {problem}.\n  found: {found}\n  fix: {fix}")
+            kind = _UnreachableError if fix is _CONNECT else HubError
+            return kind(f"{repository} {problem}.\n  found: {found}\n  fix: {fix}")
     return None

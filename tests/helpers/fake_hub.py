@@ -173,7 +173,8 @@ class _Handler(BaseHTTPRequestHandler):
         description = json.loads(body)
         name = f"{description['organization']}/{description['name']}"
         if name in self.hub.repositories:
-            return self._error(409, "", "You already created this model repo")
+            message = "You already created this model repo"
+            return self._json({"error": message, "url": f"{self.hub.endpoint}/{name}"}, 409)
         self.hub.add(name, {".gitattributes": b""}, private=description.get("visibility") == "private")
         return self._json({"url": f"{self.hub.endpoint}/{name}", "name": name})
 
