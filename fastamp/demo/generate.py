@@ -20,7 +20,7 @@ from fastamp.demo.camera import make_camera
 from fastamp.demo.picture import compose, draw_picture
 from fastamp.demo.wardrobe import Appearance, draw_appearance, draw_lookalike, draw_people
 from fastamp.utils import comm
-from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
+from fastamp.utils.atomic_dir import remove_abandoned, temporary_folder, temporary_path
 from fastamp.utils.errors import DataError, system_cause
 
 logger = logging.getLogger(__name__)
@@ -357,16 +357,10 @@ def write_dataset(
     check_folder(folder, settings)
     if is_complete(folder):
         return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(folder)
-    build = temporary_path(folder)
-    try:
-        build.mkdir()
+    with temporary_folder(folder) as build:
         manifest = json.dumps({**settings, **write(build)}, indent=2)
         (build / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
         move_into_place(build, folder, is_complete)
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
 
 
 def move_into_place(build: Path, folder: Path, is_complete: Callable[[Path], bool]) -> None:

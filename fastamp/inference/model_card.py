@@ -46,19 +46,19 @@ def model_card(
         feature_dim: dimension of the features.
         plugin: file name of the plugin that the model needs; "" (default) for none.
     """
-    evaluation, policy, versions = (
-        entry if isinstance(entry := content.get(key), Mapping) else {} for key in ("evaluation", "policy", "versions")
-    )
+    entries = {
+        name: entry if isinstance(entry := content.get(name), Mapping) else {}
+        for name in ("evaluation", "policy", "versions", "best")
+    }
     is_recorded = is_training_recorded(content)
-    results = {
-        dataset: {
-            metric: value
-            for metric, value in metrics.items()
-            if isinstance(value, float) and metric != "metric"  # mean of mAP and Rank-1
-        }
-        for dataset, metrics in evaluation.get("metrics", {}).items()
+    results = {  # without the entry metric, which is the mean of mAP and Rank-1
+        dataset: {name: value for name, value in metrics.items() if isinstance(value, float) and name != "metric"}
+        for dataset, metrics in entries["evaluation"].get("metrics", {}).items()
         if isinstance(metrics, Mapping)
     }
+    columns = list(dict.fromkeys(metric for metrics in results.values() for metric in metrics))
+    metadata = _metadata(name, license, results, columns)
+    datasets = (*(cfg.DATASETS.NAMES if is_recorded else ()), *(results or cfg.DATASETS.TESTS))
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         undefined=StrictUndefined,
@@ -68,9 +68,8 @@ def model_card(
     )
     environment.filters["code"] = _code
     return environment.get_template("model_card.md").render(
-        metadata=yaml.safe_dump(
-            _metadata(name, dict(license), results), sort_keys=False, allow_unicode=True, width=1000
-        ),
+        **entries,
+        metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=1000),
         name=name,
         title=" ".join(name.rpartition("/")[2].split()),
         license=license,
@@ -79,27 +78,19 @@ def model_card(
         dtypes=sorted({str(tensor.dtype).removeprefix("torch.") for tensor in content["model"].values()}),
         feature_dim=feature_dim,
         weights=content[STRIPPED],
-        best=content.get("best"),
         is_recorded=is_recorded,
         initial_weights=initial_weights,
         recipe=yaml.safe_dump(changed_values(cfg), sort_keys=True, allow_unicode=True, width=1000).rstrip(),
-        evaluation=evaluation,
         results=results,
-        columns=list(dict.fromkeys(metric for metrics in results.values() for metric in metrics)),
+        columns=columns,
         protocol_text=_describe_protocol(cfg),
         calibration=read_calibration(content, name),
-        policy=policy,
         precision=_PRECISION,
-        versions=versions,
         version=__version__,
         torch_version=torch.__version__,
         plugin=plugin,
         evaluate=_evaluation_command(name, results, plugin),
-        withdrawn=[
-            name
-            for name in (*(cfg.DATASETS.NAMES if is_recorded else ()), *(results or cfg.DATASETS.TESTS))
-            if "duke" in name.lower()
-        ],
+        is_withdrawn=any("duke" in dataset.lower() for dataset in datasets),
     )
 
 
@@ -118,33 +109,27 @@ def _describe_protocol(cfg: CfgNode) -> str:
     return f"Protocol: {Protocol.from_config(cfg).rule.describe()}."
 
 
-def _metadata(name: str, license: dict[str, str], results: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def _metadata(
+    name: str, license: Mapping[str, str], results: Mapping[str, Mapping[str, float]], columns: list[str]
+) -> dict[str, Any]:
     """Return the metadata of the model card; ``model-index`` holds the results that the Hub shows."""
-    metadata: dict[str, Any] = {
+    metadata = {
         **license,
         "library_name": "fastamp",
         "pipeline_tag": _TASK,
         "tags": ["fastamp", "re-identification", "image-retrieval", "pytorch"],
     }
-    if not any(results.values()):
-        return metadata
-    task = {"type": _TASK, "name": "Re-identification"}
-    metadata["metrics"] = list(dict.fromkeys(metric for metrics in results.values() for metric in metrics))
-    metadata["model-index"] = [
+    shown = [
         {
-            "name": name.rpartition("/")[2],
-            "results": [
-                {
-                    "task": task.copy(),
-                    "dataset": {"type": dataset, "name": dataset},
-                    "metrics": [{"type": metric, "value": round(value, 4)} for metric, value in metrics.items()],
-                }
-                for dataset, metrics in results.items()
-                if metrics
-            ],
+            "task": {"type": _TASK, "name": "Re-identification"},
+            "dataset": {"type": dataset, "name": dataset},
+            "metrics": [{"type": metric, "value": round(value, 4)} for metric, value in metrics.items()],
         }
+        for dataset, metrics in results.items()
+        if metrics
     ]
-    return metadata
+    model = {"name": name.rpartition("/")[2], "results": shown}
+    return metadata | ({"metrics": columns, "model-index": [model]} if shown else {})
 
 
 def _code(value: Any) -> str:

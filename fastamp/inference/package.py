@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,20 +23,22 @@ from fastamp.config.read import split_plugins
 from fastamp.inference.config_hash import feature_values
 from fastamp.inference.model_card import model_card
 from fastamp.inference.predictor import Predictor
-from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
+from fastamp.utils.atomic_dir import temporary_folder
 from fastamp.utils.errors import ConfigError, summarize_error, writing
-from fastamp.utils.files import expand, file_sha256, write_atomically
+from fastamp.utils.files import expand, file_sha256
 from fastamp.utils.structure import structure_mismatch
 
 logger = logging.getLogger(__name__)
 
 CARD_NAME, LICENSE_NAME = "README.md", "LICENSE"
 _FLOAT32 = ("SOLVER.AMP", "off", "SOLVER.AMP.EVAL_DTYPE", "float32")
-# Keys of the machine that trained and of its experiment trackers.
-_REMOVED_KEYS = (
+# Keys of the machine that trained, besides those of its experiment trackers.
+_MACHINE_KEYS = (
     *("OUTPUT_DIR", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR", "DIST_TIMEOUT_MINUTES", "MODEL.WEIGHTS"),
-    *("MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.LORA.BASE", "MODEL.DEVICE", "LOGGERS", "TRACKING", FOLDERS_KEY),
+    *("MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.LORA.BASE", "MODEL.DEVICE", "LOGGERS"),
 )
+# Metadata of a model card -> attribute of ``License``.
+_LICENSE_FIELDS = {"license": "name", "license_name": "title", "license_link": "link"}
 _LOCAL_PATH = re.compile(r"(csv:|folder:)?(?:[/~]|[A-Za-z]:[/\\]).*[/\\]([^/\\]+)[/\\]?", re.DOTALL)
 
 
@@ -59,8 +60,7 @@ class License:
 
     def metadata(self) -> dict[str, str]:
         """Return the fields of a model card."""
-        other = {"license_name": self.title, "license_link": self.link} if self.title or self.link else {}
-        return {"license": self.name, **other}
+        return {field: vars(self)[name] for field, name in _LICENSE_FIELDS.items() if vars(self)[name]}
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -136,21 +136,13 @@ def package(
         evaluation = _recorded_evaluation(content, checkpoint)
     else:
         evaluation = _read_evaluation(expand(metrics), checkpoint, cfg, plugin) | {"weights": content[STRIPPED]}
-    content |= {"config": _public_config(content["config"]), "pairs": _public(content.get("pairs", {}))}
-    if "calibration" in content:
-        content["calibration"] = _public(content["calibration"])
-    content.pop("evaluation", None)
-    if evaluation:
-        content["evaluation"] = evaluation | {"metrics": _public(evaluation["metrics"])}
-    remove_abandoned(target)
-    build = temporary_path(target)
-    try:
-        with writing(target):
-            build.mkdir(parents=True)
+    config, public = _public_config(cfg), get_cfg(plugin)
+    public.merge_from_other_cfg(config)
+    content = {name: value if name == "model" else _public(value) for name, value in content.items()}
+    content |= {"config": yaml.safe_dump(config), "evaluation": _public(evaluation)}
+    with writing(target), temporary_folder(target) as build:
         write_packaged_model(build, content)
         predictor = Predictor(build, device="cpu", opts=_FLOAT32, plugin=plugin)  # reads what was written
-        public = get_cfg(plugin)
-        public.merge_saved(content["config"])
         text = model_card(
             repository or target.name,
             license=license.metadata(),
@@ -160,13 +152,10 @@ def package(
             feature_dim=predictor.feature_dim,
             plugin=", ".join(Path(name).name for name in split_plugins(plugin)),
         )
-        write_atomically(build / CARD_NAME, lambda file: file.write(text.encode()))
-        with writing(target):
-            build.rename(target)
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
+        (build / CARD_NAME).write_text(text, encoding="utf-8")
+        build.rename(target)
     size = (target / WEIGHTS_NAME).stat().st_size
-    return PackagedModel(target, size, content[STRIPPED], content.get("evaluation", {}).get("metrics", {}))
+    return PackagedModel(target, size, content[STRIPPED], content["evaluation"].get("metrics", {}))
 
 
 def check_packaged(folder: Path) -> License:
@@ -186,8 +175,7 @@ def check_packaged(folder: Path) -> License:
     text = (folder / CARD_NAME).read_text(encoding="utf-8", errors="replace")
     match = re.match(r"---\s*\n(.*?)\n---\s*\n", text, re.DOTALL)
     card = parse_yaml(match[1], f"metadata in {folder / CARD_NAME}") if match else {}
-    names = {"name": "license", "title": "license_name", "link": "license_link"}
-    license = License(**{name: str(card.get(key) or "") for name, key in names.items()})
+    license = License(**{name: str(card.get(field) or "") for field, name in _LICENSE_FIELDS.items()})
     if license.link == LICENSE_NAME and not (folder / LICENSE_NAME).is_file():
         raise ConfigError(
             f"the model card links to the file {LICENSE_NAME}, which is not in {folder}.\n"
@@ -199,7 +187,7 @@ def check_packaged(folder: Path) -> License:
 def _recorded_evaluation(content: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """Return the evaluation that a training run recorded for the packaged weights; empty if there is none."""
     evaluation: dict[str, Any] | None = content.get("evaluation")
-    if evaluation is None:
+    if evaluation is None or evaluation == {}:
         return {}
     wrong = structure_mismatch({"weights": "", "protocol": "", "metrics": {}}, evaluation, "evaluation")
     if not wrong and not evaluation.keys() >= {"weights", "protocol", "metrics"}:
@@ -240,10 +228,10 @@ def _read_evaluation(path: Path, checkpoint: Path, cfg: CfgNode, plugin: str) ->
         )
     evaluated = get_cfg(plugin)
     evaluated.merge_saved(text)
-    values, expected = feature_values(evaluated), feature_values(cfg)
+    values, expected = (
+        feature_values(each) | {"weights": evaluated_average(each) or "model"} for each in (evaluated, cfg)
+    )
     differ = [f"{key} {values[key]}" for key in values if values[key] != expected[key]]
-    if evaluated_average(evaluated) != evaluated_average(cfg):
-        differ.append(f"weights {evaluated_average(evaluated) or 'model'}")
     if differ:
         raise ConfigError(
             f"--metrics {path}: the evaluation used another config than the checkpoint: {', '.join(differ)}.\n"
@@ -262,17 +250,13 @@ def _initial_weights(cfg: CfgNode) -> list[str]:
     return weights
 
 
-def _public_config(text: str) -> str:
-    """Remove the keys of the machine that trained from a config, and shorten local paths."""
-    values = _public(parse_yaml(text, "config of the checkpoint"))
-    for key in _REMOVED_KEYS:
-        *sections, name = key.split(".")
-        node: Any = values
-        for section in sections:
-            node = node.get(section, {}) if isinstance(node, dict) else {}
-        if isinstance(node, dict):
-            node.pop(name, None)
-    return yaml.safe_dump(values)
+def _public_config(cfg: CfgNode) -> dict[str, Any]:
+    """Return a config with the defaults of the keys of the machine that trained, and shortened local paths."""
+    keys = (key for key, _ in cfg.keys_below() if key.path in _MACHINE_KEYS or key.path.startswith("TRACKING."))
+    values = parse_yaml(cfg.with_values({key.path: key.default for key in keys}).saved_text(), "config")
+    del values[FOLDERS_KEY]
+    public: dict[str, Any] = _public(values)
+    return public
 
 
 def _public(value: Any) -> Any:

@@ -6,10 +6,27 @@ import shutil
 import socket
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # A temporary folder of another machine is removed if nothing was written for this long.
 _ABANDONED_SECONDS = 120
+
+
+@contextmanager
+def temporary_folder(folder: Path) -> Iterator[Path]:
+    """Create a folder next to ``folder``, in which to build its content; it is removed unless the context renames it.
+
+    Temporary folders that killed processes left next to ``folder`` are removed, too.
+    """
+    remove_abandoned(folder)
+    build = temporary_path(folder)
+    try:
+        build.mkdir(parents=True)
+        yield build
+    finally:
+        shutil.rmtree(build, ignore_errors=True)
 
 
 def temporary_path(folder: Path) -> Path:

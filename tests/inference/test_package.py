@@ -263,6 +263,8 @@ def test_model_with_a_plugin_needs_it_and_the_card_names_it(run_folder, tmp_path
     _, text = read_card(tmp_path / "model")
     assert 'from_pretrained("model", plugin="my_parts.py")' in text and "executed" in text
     assert not list((tmp_path / "model").glob("*.py"))
+    published = (tmp_path / "model/config.yaml").read_text()
+    assert str(tmp_path) not in published and yaml.safe_load(published)["fastamp_format"] == 1
     with pytest.raises(WeightsError, match="plugin"):
         fastamp.from_pretrained(tmp_path / "model")
     loaded = fastamp.from_pretrained(tmp_path / "model", plugin=str(plugin))

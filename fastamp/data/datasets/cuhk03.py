@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import shutil
 from pathlib import Path
 
 from fastamp.config import CfgNode, Key
@@ -11,7 +10,7 @@ from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.cuhk03_files import classic_splits, new_split, write_images
 from fastamp.data.datasets.file_utils import check_tree
 from fastamp.utils import comm
-from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
+from fastamp.utils.atomic_dir import remove_abandoned, temporary_folder
 from fastamp.utils.errors import ConfigError, DataError, WriteError, summarize_error, system_cause
 from fastamp.utils.files import write_atomically
 
@@ -154,15 +153,11 @@ class CUHK03(ImageDataset):
             if has_images:
                 self._write_splits(self._images, mat, config)
                 return
-            build = temporary_path(self._images)
-            try:
-                build.mkdir()
+            with temporary_folder(self._images) as build:
                 logger.info("CUHK03: extracting the images from %s", mat.absolute())
                 write_images(mat, self._kind, build)
                 self._write_splits(build, mat, config)
                 self._move_into_place(build)
-            finally:
-                shutil.rmtree(build, ignore_errors=True)
         except (OSError, WriteError) as error:
             cause = system_cause(error, summarize_error(error))
             raise DataError(
