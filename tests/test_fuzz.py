@@ -336,7 +336,7 @@ def test_searching_a_damaged_index_never_crashes(tmp_path_factory, seed):
         path.write_bytes(file.getvalue())
     with read_in_time("index"):
         features = features_file.read_features(SAVED / "gallery.npz")
-        index, _ = read_index(path, features.model, features.fingerprint)
+        index = read_index(path, features)
         found = search(np.ones((2, tiny.WIDTH), np.float32), replace(features, index=index), 3)
         assert found.rows.shape == (2, 3)
 

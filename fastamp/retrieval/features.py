@@ -24,7 +24,7 @@ class Features(Gallery):
         matrix: (N, D) float32, not normalized; memory-mapped if it is in a file.
         images: columns of the images.
         model: model of the features.
-        fingerprint: checksum of the features, the paths and the further columns; "" if they are not in a file.
+        fingerprint: checksums of the features, paths, further columns and model; "" if they are not in a file.
         index: index of the features. Default: None, the search is exact.
     """
 

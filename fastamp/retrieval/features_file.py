@@ -53,7 +53,7 @@ def read_features(path: str | PathLike[str]) -> Features:
         for name, array in arrays.items():
             _check_array(name, array, len(matrix) if matrix.ndim else 0)
         model = ModelId(matrix.shape[1], *(str(arrays[name]) for name in _MODEL))
-        summed = ("features", "paths", *sorted(column_names))
+        summed = ("features", "paths", "config_hash", "metric", *sorted(column_names))
         fingerprint = "-".join(f"{archive.getinfo(f'{name}.npy').CRC:08x}" for name in summed)
     own = {name: arrays[name] for name in OWN_COLUMNS if name in arrays}
     further = {name.removeprefix(COLUMN_PREFIX): arrays[name] for name in column_names}

@@ -49,11 +49,14 @@ class Gallery(ABC):
     Attributes:
         path: file or folder.
         model: model of the features.
+        fingerprint: text that states which features of which model these are; an index file with another one is not
+            used.
         index: index of the features; None if the search is exact.
     """
 
     path: Path
     model: ModelId
+    fingerprint: str
     index: Index | None
 
     @property

@@ -14,6 +14,7 @@ from fastamp.retrieval.candidates import Candidates
 from fastamp.retrieval.columns import ImageColumns
 from fastamp.retrieval.gallery import Conditions, Gallery
 from fastamp.retrieval.gallery_store import DATABASE_FILE, GalleryStore, Item, format_time
+from fastamp.retrieval.index_file import write_index
 from fastamp.retrieval.indices import FLAT_UP_TO, WANTED_RECALL, sample_rows
 from fastamp.retrieval.model_id import ModelId, check_same_model
 from fastamp.retrieval.vectors import Vectors, as_features, normalized
@@ -23,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 _CANDIDATES_FILE = "candidates.index"
 _BLOCK = 8192
-# The candidate index is built again when it contains this many times as many features as then, or as the gallery.
+# The candidate index is built again when it contains this many times as many features as it has lists for, or as the
+# gallery.
 _GROWTH = 2
 
 
@@ -57,13 +59,13 @@ class MutableGallery(Gallery):
             with writing(self.path):
                 self.path.mkdir(exist_ok=True)
         self._store = GalleryStore(self.path, model)
-        self.model = self._store.model
+        self.model, self.fingerprint = self._store.model, self._store.token
         self._lock, self._readers = threading.RLock(), 0
         self._tried = 0  # number of items when no candidate index had a sufficient recall
         self._row_of_number: dict[int, int] = {}
         self.index: Candidates | None = None
         if (file := self.path / _CANDIDATES_FILE).exists():
-            self.index = Candidates.read(file, self._store.token, self.model, self._row_of_number)
+            self.index = Candidates.read(file, self, self._row_of_number)
         self._load()
 
     def __len__(self) -> int:
@@ -216,7 +218,7 @@ class MutableGallery(Gallery):
         """True if the gallery is so large that ``build_candidates`` is useful, or has changed much since then."""
         if len(self) <= FLAT_UP_TO or self.index is None:
             return len(self) > max(FLAT_UP_TO, _GROWTH * self._tried)
-        return len(self.index.numbers) > _GROWTH * min(len(self), self.index.built)
+        return len(self.index.numbers) > _GROWTH * min(len(self), self.index.faiss.nlist**2)
 
     def build_candidates(self) -> float | None:
         """Build the approximate index of a large gallery (IVF-PQ), measure its recall, and store it.
@@ -231,16 +233,15 @@ class MutableGallery(Gallery):
             if len(self) <= FLAT_UP_TO:
                 self.index = None
                 return None
-            numbers = sorted(self._row_of_number)
-            sample = self._matrix[sample_rows(len(self))]
-        built = Candidates.train(sample, len(numbers), self.model, self._row_of_number)
-        for start in range(0, len(numbers), _BLOCK):
+            count, sample = len(self), self._matrix[sample_rows(len(self))]
+        built = Candidates.train(sample, count, self.model, self._row_of_number)
+        for start in range(0, count, _BLOCK):
             with self._lock:
-                block = [number for number in numbers[start : start + _BLOCK] if number in self._row_of_number]
-                features = self._matrix[[self._row_of_number[number] for number in block]]
-            built.add(block, features)
+                rows = slice(start, start + _BLOCK)
+                numbers, features = self._numbers[rows], self._matrix[rows].copy()
+            built.add(numbers, features)
         with self._lock:
-            self._synchronize(built)
+            built.add(self._numbers, self._matrix)  # those that were added or moved meanwhile
             recall = built.measure(self.vectors)
             if recall < WANTED_RECALL:
                 logger.warning(
@@ -251,7 +252,7 @@ class MutableGallery(Gallery):
                 )
                 self.index, self._tried = None, len(self)
                 return None
-            built.write(self.path / _CANDIDATES_FILE, self._store.token)
+            write_index(self.path / _CANDIDATES_FILE, built, self)
             self.index = built
             logger.info("%s: %d items, recall %.3f with %s lists", self.path, len(self), recall, built.effort)
             return recall
@@ -270,7 +271,7 @@ class MutableGallery(Gallery):
         self._numbers: list[int] = []
         self._row_of_id: dict[str, int] = {}
         self._row_of_number.clear()
-        count, index, self.index = 0, self.index, None
+        count = 0
         for items, numbers, features in self._store.read():
             self._put(items, numbers, features)
             count += len(items)
@@ -279,9 +280,6 @@ class MutableGallery(Gallery):
                 f"{self.path} is damaged: ids or numbers of items repeat.\n"
                 "  fix: restore the gallery from a backup, or add its images to a new one"
             )
-        if index is not None:
-            self._synchronize(index)
-            self.index = index
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -326,11 +324,6 @@ class MutableGallery(Gallery):
                 matrix[row] = matrix[last]
                 self.items[row], self._numbers[row] = item, number
                 self._row_of_id[item.id] = self._row_of_number[number] = row
-
-    def _synchronize(self, candidates: Candidates) -> None:
-        """Add the features that are not in a candidate index."""
-        added = sorted(self._row_of_number.keys() - candidates.numbers)
-        candidates.add(added, self._matrix[[self._row_of_number[number] for number in added]])
 
     def _check_unique(self, ids: Sequence[str]) -> None:
         if len(set(ids)) < len(ids):

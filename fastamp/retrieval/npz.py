@@ -81,19 +81,6 @@ def _damaged_error(path: str | PathLike[str], expected: str, error: Exception, f
     return DataError(f"{fault}.\n  fix: {fix}")
 
 
-def text_of(path: str | PathLike[str], name: str, array: np.ndarray, *, fix: str) -> str:
-    """Convert a 0-dimensional string array to str.
-
-    Raises:
-        DataError: if the array is not a 0-dimensional string array.
-    """
-    if array.shape != () or array.dtype.kind != "U":
-        raise DataError(
-            f"{path}: expected {name} to be a single string, got {array.dtype} {array.shape}.\n  fix: {fix}"
-        )
-    return str(array)
-
-
 def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """Read an array from an npz file.
 

@@ -7,8 +7,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.custom import PATH_DATASETS
 from fastamp.retrieval.features import Features
@@ -16,7 +14,7 @@ from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.features_table import SUFFIXES as TABLE_SUFFIXES
 from fastamp.retrieval.gallery import Gallery
 from fastamp.retrieval.gallery_store import DATABASE_FILE
-from fastamp.retrieval.index_file import read_index, read_texts, write_index
+from fastamp.retrieval.index_file import read_header, read_index, write_index
 from fastamp.retrieval.indices import INDEX_REGISTRY, Index, choose_kind, sample_rows
 from fastamp.retrieval.model_id import check_same_model
 from fastamp.retrieval.mutable_gallery import MutableGallery
@@ -105,8 +103,7 @@ def open_gallery(
 
 def _features_of(index: Path) -> Path:
     """Return the file of the features of an index file, in the same folder."""
-    name = read_texts(index).get("features", "")
-    path = index.with_name(Path(name).name or "?")
+    path = index.with_name(Path(read_header(index)["features"]).name or "?")
     if not path.is_file():
         raise DataError(
             f"{path}, the file with the features of the index {index}, is not found.\n"
@@ -123,7 +120,7 @@ def with_index(features: Features, path: Path, kind: str = "auto") -> Features:
         path: file of the index.
         kind: see ``open_gallery``.
     """
-    stored = read_texts(path) if path.exists() else {}
+    stored = read_header(path) if path.exists() else {}
     is_current = stored.get("fingerprint") == features.fingerprint
     if kind == "auto":
         kind = stored["kind"] if is_current else choose_kind(len(features))
@@ -133,17 +130,11 @@ def with_index(features: Features, path: Path, kind: str = "auto") -> Features:
         if stored:
             logger.info("the index %s is built again: it is of different features or of a different kind", path)
         built = build_index(features, kind)
-        write_index(path, built, features.fingerprint, features=np.array(features.path.name))
+        write_index(path, built, features)
         logger.info(
             "wrote %s: %s, index kind %s, recall %.3f", path, plural(len(features), "feature"), kind, built.recall
         )
-    index, _ = read_index(path, features.model, features.fingerprint)
-    if index.faiss.ntotal != len(features):
-        raise DataError(
-            f"{path} has {index.faiss.ntotal} features, but {features.path} has {len(features)}.\n"
-            "  fix: delete the file, and build the index again"
-        )
-    return replace(features, index=index)
+    return replace(features, index=read_index(path, features))
 
 
 def build_index(features: Features, kind: str) -> Index:

@@ -21,7 +21,7 @@ KINDS = ("ivf", "hnsw")
 
 
 def read(path):
-    return read_index(path, FEATURES.model, FEATURES.fingerprint)[0]
+    return read_index(path, FEATURES)
 
 
 def rebuilt(path, index, **changes):
@@ -52,8 +52,8 @@ def test_file_with_matching_metadata_loads(tmp_path):
         ("ivf", {"kind": np.array("other")}, "kind 'other'"),
         ("ivf", {"fingerprint": np.array("other")}, "another gallery"),
         ("ivf", {"size": np.array([1, 2])}, "damaged"),
-        ("ivf", {"crc": np.array("a")}, "checksum"),
-        ("ivf", {"size": np.array(2**62)}, "checksum"),
+        ("ivf", {"crc": np.array("a")}, "crc"),
+        ("ivf", {"size": np.array(2**62)}, "damaged"),
         ("ivf", {"size": np.array(-1)}, "damaged"),
         ("ivf", {"fingerprint": np.array(3)}, "fingerprint"),
         ("ivf", {"effort": np.array(-1)}, "effort"),
@@ -100,8 +100,8 @@ def test_file_with_unsupported_kind_of_faiss_index_raises(tmp_path):
 
 def test_failed_write_leaves_no_file(tmp_path, monkeypatch):
     index = InvertedLists.create(len(FEATURES), FEATURES.model.width, "cosine")
-    with pytest.raises(ConfigError, match="existing folder"):
-        write_index(tmp_path / "no" / "a.index", index, "")
+    with pytest.raises(ConfigError, match=r"no/a\.index.*No such file"):
+        write_index(tmp_path / "no" / "a.index", index, FEATURES)
 
     class Full:
         def __init__(self, file):
@@ -116,5 +116,5 @@ def test_failed_write_leaves_no_file(tmp_path, monkeypatch):
     write = module._write
     monkeypatch.setattr(module, "_write", lambda file, *rest: write(Full(file), *rest))
     with pytest.raises(ConfigError, match=r"a\.index.*No space left"):
-        write_index(tmp_path / "a.index", index, "")
+        write_index(tmp_path / "a.index", index, FEATURES)
     assert not list(tmp_path.iterdir())

@@ -141,7 +141,7 @@ def test_approximate_index_is_not_used_if_its_recall_is_low_or_its_file_is_wrong
     assert MutableGallery(tmp_path / "a").kind == "flat" and "of another gallery" in caplog.text
     file.write_bytes(content[:-100])
     assert MutableGallery(tmp_path / "b").kind == "flat" and "damaged" in caplog.text
-    assert Candidates.read(file, "", model(), {}) is None
+    assert Candidates.read(file, gallery, {}) is None
 
 
 def test_candidates_are_built_while_the_gallery_changes(tmp_path, monkeypatch):

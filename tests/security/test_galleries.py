@@ -6,7 +6,6 @@ import sqlite3
 import struct
 import zipfile
 import zlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from fuzz import bounded
 
 from fastamp.retrieval.candidates import Candidates
 from fastamp.retrieval.gallery_store import DATABASE_FILE, Item
+from fastamp.retrieval.index_file import write_index
 from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.retrieval.npz import read_array, write_arrays
@@ -133,22 +133,24 @@ def test_pages_that_are_linked_in_a_circle_are_an_error(gallery):
 
 
 def test_hostile_candidates_are_not_used(tmp_path, subtests):
-    model = ModelId(8, "cosine", "hash", "model.pth")
-    names = ["built", "effort", "recall", "numbers", "fingerprint", "size", "crc"]
+    gallery = MutableGallery(tmp_path / "a.gallery", ModelId(8, "cosine", "hash", "model.pth"))
+    other = MutableGallery(tmp_path / "b.gallery", ModelId(16, "cosine", "hash", "model.pth"))
+    other.fingerprint = gallery.fingerprint
+    names, path = ["kind", "effort", "recall", "fingerprint", "size", "crc"], tmp_path / "candidates.index"
     values = [np.array("x"), np.zeros((2, 2)), np.array(-5), np.array(np.nan), np.zeros(0)]
     for name, value in itertools.product(names, values):
         with subtests.test(name=name, value=value):
-            candidates = Candidates.train(np.eye(200, 8, dtype=np.float32), 200, model, {})
+            candidates = Candidates.train(np.eye(200, 8, dtype=np.float32), 200, gallery.model, {})
             candidates.add(list(range(200)), np.eye(200, 8, dtype=np.float32))
             candidates.effort, candidates.recall = 1, 0.99
-            candidates.write(tmp_path / "candidates.index", "token")
-            assert Candidates.read(tmp_path / "candidates.index", "token", model, {}).built == 200
-            assert Candidates.read(tmp_path / "candidates.index", "token", replace(model, width=16), {}) is None
-            content = (tmp_path / "candidates.index").read_bytes()
-            with zipfile.ZipFile(tmp_path / "candidates.index") as archive:
+            write_index(path, candidates, gallery)
+            assert Candidates.read(path, gallery, {}).numbers == {*range(200)}
+            assert Candidates.read(path, other, {}) is None
+            content = path.read_bytes()
+            with zipfile.ZipFile(path) as archive:
                 arrays = {entry.removesuffix(".npy"): read_array(archive, entry[:-4]) for entry in archive.namelist()}
             size, arrays = int(arrays["size"]), arrays | {name: value}
-            with (tmp_path / "candidates.index").open("wb") as file:
+            with path.open("wb") as file:
                 file.write(content[:size])
                 write_arrays(file, arrays)
-            assert Candidates.read(tmp_path / "candidates.index", "token", model, {}) is None
+            assert Candidates.read(path, gallery, {}) is None
