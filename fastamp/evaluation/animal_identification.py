@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from fastamp.evaluation import identification
-from fastamp.evaluation.identities import Identities, Junk
+from fastamp.evaluation.identities import Identities
 from fastamp.evaluation.rank import MISS, RankingResult
-from fastamp.evaluation.ranking_rule import Ranker
+from fastamp.evaluation.ranking_rule import Ranker, RankingRule
 from fastamp.utils.errors import DataError
 
 _PID, _PREDICTED, _SIMILARITY, _OTHER, _KNOWN, _VALIDATION = range(6)
@@ -27,35 +27,24 @@ class AnimalRanker(Ranker):
 
     Args:
         identities: identities and columns of the images.
-        junk: gallery images that a query does not search.
+        rule: rule, whose junk is the gallery images that a query does not search.
         metric: metric of the distances.
-        validation: column of the validation identities; "" for none.
+        validation: column of the validation identities, whose gallery images test queries do not search; "" for none.
         missing_is_wrong: if True, a query without a match counts as wrong in CMC and mAP, as in MiewID, instead of
-            being excluded. Default: False.
-        leave_one_out: if True, the gallery contains the query itself. Default: False.
-        trapezoid: see ``Ranker``.
+            being excluded.
     """
 
     num_extra = 6
 
     def __init__(
-        self,
-        identities: Identities,
-        *,
-        junk: Junk | None,
-        metric: str,
-        validation: str = "",
-        missing_is_wrong: bool = False,
-        leave_one_out: bool = False,
-        trapezoid: bool = False,
+        self, identities: Identities, rule: RankingRule, *, metric: str, validation: str, missing_is_wrong: bool
     ) -> None:
-        super().__init__(identities, junk=junk, trapezoid=trapezoid)
+        super().__init__(identities, rule)
         self.offset = 1.0 if metric == "cosine" else 0.0
         self.validation = np.zeros(len(self.matches.query_pids), dtype=bool)
         if validation:
             self.validation = self.matches.query_columns[validation] > 0
             self.num_gallery -= int((self.matches.gallery_columns[validation] > 0).sum())
-        self.num_gallery -= leave_one_out
         self.missing_is_wrong = missing_is_wrong
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:

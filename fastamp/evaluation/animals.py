@@ -54,6 +54,8 @@ class AnimalRule(RankingRule):
 
     Attributes:
         database: column that a query and the images that it searches share; "" for no such column. Default: species.
+        validation: column that is 1 for images of validation identities, which test queries do not search; "" (default)
+            for none.
         identifies: if False, only CMC, mAP and mINP are computed. Default: True.
         missing_is_wrong: see ``AnimalRanker``. Default: False.
     """
@@ -61,6 +63,7 @@ class AnimalRule(RankingRule):
     missing_is_wrong: ClassVar[bool] = False
 
     database: str = "species"
+    validation: str = ""
     identifies: bool = True
 
     @classmethod
@@ -74,12 +77,32 @@ class AnimalRule(RankingRule):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The column of the database."""
-        return (self.database,) if self.database else ()
+        """The columns of the database and of the validation identities."""
+        return tuple(filter(None, (self.database, self.validation)))
 
     def column_fix(self, column: str) -> str:
         """Return the fix if the column is missing."""
+        if column == self.validation:
+            return "set TEST.ANIMALS.THRESHOLD to a similarity"
         return "change TEST.ANIMALS.DATABASE (empty: the whole gallery)"
+
+    def check(self, identities: Identities) -> None:
+        """Check that the column of the validation identities marks images.
+
+        Raises:
+            DataError: if it has texts, or numbers other than 0 and 1; missing values are allowed.
+        """
+        if not self.validation:
+            return
+        values = torch.cat(identities.columns[self.validation]).unique().tolist()
+        names = identities.column_names.get(self.validation) or ()
+        wrong = names[:5] or [value for value in values if value == value and value not in (-1, 0, 1)][:5]
+        if wrong:
+            raise DataError(
+                f"the column {self.validation!r} of TEST.ANIMALS.VALIDATION must be 1 for the images that are held out "
+                f"for validation, and 0 for the others; got {', '.join(map(str, wrong))}.\n"
+                "  fix: choose another column, write it with fastamp split --validation, or set TEST.ANIMALS.THRESHOLD"
+            )
 
     @property
     def junk(self) -> Junk | None:
@@ -94,17 +117,15 @@ class AnimalRule(RankingRule):
             junk |= same_image(matches, queries, gallery)
         if self.database:
             junk |= matches.query_columns[self.database][queries] != matches.gallery_columns[self.database][gallery]
+        if self.validation:
+            is_test = matches.query_columns[self.validation][queries] < 1
+            junk |= is_test & (matches.gallery_columns[self.validation][gallery] > 0)
         return junk
 
     def ranker(self, identities: Identities, metric: str) -> AnimalRanker:
         """Build the ranker."""
         return AnimalRanker(
-            identities,
-            junk=self.junk,
-            metric=metric,
-            missing_is_wrong=self.missing_is_wrong,
-            leave_one_out=self.all_images,
-            trapezoid=self.trapezoid,
+            identities, self, metric=metric, validation=self.validation, missing_is_wrong=self.missing_is_wrong
         )
 
     def metric_names(self, ranks: Sequence[int]) -> list[str]:
@@ -119,6 +140,11 @@ class AnimalRule(RankingRule):
     def identify(self, ranking: RankingResult, every: RankingResult) -> dict[str, Any]:
         """Compute the metrics of the predictions."""
         return identification_metrics(ranking, every, threshold=None, has_new=False)
+
+    def counts(self, ranking: RankingResult) -> dict[str, int]:
+        """Count the queries of the test."""
+        held_out = num_validation(ranking)
+        return {name: count - held_out for name, count in super().counts(ranking).items()}
 
 
 @PROTOCOL_REGISTRY.register("animals_closed")
@@ -135,9 +161,8 @@ class AnimalsOpen(AnimalRule):
     """Open set, in which a query without a similar image is *new*.
 
     Attributes:
-        validation: column of the validation identities, which test queries do not search. Default: validation.
-        threshold: similarity below which a query is new. Default: None, chosen on the validation identities; the column
-            is not needed otherwise.
+        validation: see ``AnimalRule``; not needed with a threshold. Default: validation.
+        threshold: similarity below which a query is new. Default: None, chosen on the validation identities.
     """
 
     text = "open set of animals (new if no image is similar)"
@@ -159,46 +184,6 @@ class AnimalsOpen(AnimalRule):
         validation = cfg.TEST.ANIMALS.VALIDATION if threshold is None else ""
         return super().from_config(cfg) | {"validation": validation, "threshold": threshold}
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns of the database and of the validation identities."""
-        return super().columns + ((self.validation,) if self.validation else ())
-
-    def column_fix(self, column: str) -> str:
-        """Return the fix if the column is missing."""
-        return "set TEST.ANIMALS.THRESHOLD to a similarity" if column == self.validation else super().column_fix(column)
-
-    def _is_not_searched(self, matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
-        junk = super()._is_not_searched(matches, queries, gallery)
-        if self.validation:
-            is_test = matches.query_columns[self.validation][queries] < 1
-            junk |= is_test & (matches.gallery_columns[self.validation][gallery] > 0)
-        return junk
-
-    def check(self, identities: Identities) -> None:
-        """Check that the column of the validation identities marks images.
-
-        Raises:
-            DataError: if it has texts, or numbers other than 0 and 1; missing values are allowed.
-        """
-        if not self.validation:
-            return
-        values = torch.cat(identities.columns[self.validation]).unique().tolist()
-        names = identities.column_names.get(self.validation) or ()
-        wrong = names[:5] or [value for value in values if value == value and value not in (-1, 0, 1)][:5]
-        if wrong:
-            raise DataError(
-                f"the column {self.validation!r} of TEST.ANIMALS.VALIDATION must be 1 for the images that are held out "
-                f"for validation, and 0 for the others; got {', '.join(map(str, wrong))}.\n"
-                "  fix: choose another column, write it with fastamp split --validation, or set TEST.ANIMALS.THRESHOLD"
-            )
-
-    def ranker(self, identities: Identities, metric: str) -> AnimalRanker:
-        """Build the ranker."""
-        return AnimalRanker(
-            identities, junk=self.junk, metric=metric, validation=self.validation, trapezoid=self.trapezoid
-        )
-
     def metric_names(self, ranks: Sequence[int]) -> list[str]:
         """List the names of the metrics."""
         return [*super().metric_names(ranks), "BAUS", "BAKS-BAUS", "AUC-new"]
@@ -206,11 +191,6 @@ class AnimalsOpen(AnimalRule):
     def identify(self, ranking: RankingResult, every: RankingResult) -> dict[str, Any]:
         """Compute the metrics of the predictions."""
         return identification_metrics(ranking, every, threshold=self.threshold, has_new=True)
-
-    def counts(self, ranking: RankingResult) -> dict[str, int]:
-        """Count the queries of the test."""
-        held_out = num_validation(ranking)
-        return {name: count - held_out for name, count in super().counts(ranking).items()}
 
     def for_baselines(self) -> RankingRule:
         """Return a rule without predictions, if the threshold is that of a model."""

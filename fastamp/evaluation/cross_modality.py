@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from fastamp.evaluation.identities import SAME_CAMERA, Identities, Junk, Matches
-from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RankingRule
-from fastamp.evaluation.trials import SubGallery, TrialRanker, TrialRule, draw_images
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, NoCamera, RankingRule
+from fastamp.evaluation.trials import SubGallery, TrialRule, draw_images
 from fastamp.utils.errors import DataError
 
 _INFRARED, _VISIBLE = (3, 6), (1, 2, 4, 5)
@@ -100,16 +100,9 @@ class Sysu(TrialRule):
             )
         return trials
 
-    def ranker(self, identities: Identities, metric: str) -> TrialRanker:
-        """Build the ranker, whose sub-galleries have no junk."""
-        return TrialRanker(
-            identities,
-            trials=self.trials(identities),
-            junk=None,
-            trapezoid=self.trapezoid,
-            reported_junk=self.junk,
-            counts_identities=True,
-        )
+    def within_part(self) -> RankingRule:
+        """Return a rule without junk, which no sub-gallery contains."""
+        return NoCamera(trapezoid=self.trapezoid)
 
 
 @PROTOCOL_REGISTRY.register("sysu_all_single")

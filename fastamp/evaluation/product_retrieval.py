@@ -12,7 +12,7 @@ import torch
 
 from fastamp.evaluation.identities import SAME_IMAGE, Identities
 from fastamp.evaluation.rank import MISS, RankingResult, query_scores, ranks_of_matches
-from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, Ranker, RankingRule
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, NoCamera, Ranker, RankingRule
 
 
 class FirstHitRanker(Ranker):
@@ -23,11 +23,11 @@ class FirstHitRanker(Ranker):
 
     Args:
         identities: identities of N images, which are both queries and gallery.
-        trapezoid: see ``Ranker``.
+        rule: rule with the kind of AP; its junk is not used.
     """
 
-    def __init__(self, identities: Identities, *, trapezoid: bool = False) -> None:
-        super().__init__(identities, junk=None, trapezoid=trapezoid)
+    def __init__(self, identities: Identities, rule: RankingRule) -> None:
+        super().__init__(identities, NoCamera(trapezoid=rule.trapezoid))
         self.num_gallery -= 1
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
@@ -44,12 +44,6 @@ class LeaveOneOut(RankingRule):
 
     junk = SAME_IMAGE
     all_images = True
-
-    def ranker(self, identities: Identities, metric: str) -> Ranker:
-        """Build the ranker, whose gallery does not count the query."""
-        ranker = super().ranker(identities, metric)
-        ranker.num_gallery -= 1
-        return ranker
 
 
 class RecallRule(RankingRule):
@@ -80,7 +74,7 @@ class RecallAtKFirstHit(RecallRule, LeaveOneOut):
 
     def ranker(self, identities: Identities, metric: str) -> Ranker:
         """Build the ranker."""
-        return FirstHitRanker(identities, trapezoid=self.trapezoid)
+        return FirstHitRanker(identities, self)
 
 
 @PROTOCOL_REGISTRY.register("recall_at_k_gallery")

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from fastamp.config import CfgNode
-from fastamp.evaluation.identities import CAMERA, SAME_CAMERA, Identities, Matches
+from fastamp.evaluation.identities import CAMERA, SAME_CAMERA, Identities
 from fastamp.evaluation.neighbors import BACKENDS
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, Market1501, RankingRule
@@ -186,7 +186,7 @@ def count_matches(identities: Identities, rule: RankingRule) -> Iterator[np.ndar
     Yields:
         (B,) int64, number of matches of the next queries; of all images, if the rule ranks all images.
     """
-    matches = Matches(rule.arrange(identities), junk=rule.junk, unmatched_pid=MISSING if rule.trapezoid else None)
+    matches = rule.matches(rule.arrange(identities))
     for first, last in matches.spans(0, len(matches.query_pids)):
         yield np.bincount(matches.pairs(first, last).rows, minlength=last - first)
 

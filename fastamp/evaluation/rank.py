@@ -95,7 +95,7 @@ def query_scores(
         ranks: (P,) int64, 0-based ranks of all matches.
         rows: (P,) int64, query index of each match, ascending.
         num_queries: number of queries, B.
-        trapezoid: if True, compute trapezoidal AP, see ``Ranker``. Default: False.
+        trapezoid: if True, compute trapezoidal AP, see ``RankingRule``. Default: False.
 
     Returns:
         ``(average precision, inverse negative penalty, rank of the first match)``: (B,) float64, (B,) float64 and (B,)

@@ -36,11 +36,8 @@ class Ranker:
     """Rank the gallery for each query, from blocks of distances that may be added in any order.
 
     Args:
-        identities: identities and cameras of Q queries and G gallery images.
-        junk: junk rule; None for no junk. Default: ``SAME_CAMERA``, the rule of Market-1501.
-        trapezoid: if True, compute AP as in the original Market-1501 evaluation code: the area under the
-            precision-recall curve by the trapezoidal rule, without gallery images of identity -1. Default: False, the
-            mean precision at the matches.
+        identities: identities and cameras of Q queries and G gallery images, as ``RankingRule.arrange`` returns them.
+        rule: ranking rule.
         excluded: see ``Matches``. Default: none.
 
     Attributes:
@@ -52,18 +49,9 @@ class Ranker:
     num_trials = 1
     num_extra = 0
 
-    def __init__(
-        self,
-        identities: Identities,
-        *,
-        junk: Junk | None = SAME_CAMERA,
-        trapezoid: bool = False,
-        excluded: np.ndarray | None = None,
-    ) -> None:
-        unmatched = MISSING if trapezoid else None
-        self.matches = Matches(identities, junk=junk, unmatched_pid=unmatched, excluded=excluded)
-        self.trapezoid = trapezoid
-        self.num_gallery = len(self.matches.gallery_pids)
+    def __init__(self, identities: Identities, rule: "RankingRule", *, excluded: np.ndarray | None = None) -> None:
+        self.matches, self.trapezoid = rule.matches(identities, excluded), rule.trapezoid
+        self.num_gallery = len(self.matches.gallery_pids) - rule.all_images  # without the query itself
         self._parts: dict[int, tuple[np.ndarray, ...]] = {}
 
     def add(self, start: int, distances: torch.Tensor) -> None:
@@ -111,7 +99,9 @@ class RankingRule:
         all_images: True if each image, query or gallery, is a query against all images. Default: False.
         open_set: True if queries without a match are expected, and the rule predicts which they are. Default: False.
         closed_set: True if the identities of the gallery are meant to be in the training set. Default: False.
-        trapezoid: if True, compute trapezoidal AP, see ``Ranker``. Default: False.
+        trapezoid: if True, compute AP as in the original Market-1501 evaluation code: the area under the
+            precision-recall curve by the trapezoidal rule, without gallery images of identity -1. Default: False, the
+            mean precision at the matches.
     """
 
     text: ClassVar[str]
@@ -180,9 +170,14 @@ class RankingRule:
         pids = torch.cat((identities.query_pids, identities.gallery_pids)).cpu()
         return torch.isin(pids, identities.query_pids.cpu()) & (pids >= 0)
 
+    def matches(self, identities: Identities, excluded: np.ndarray | None = None) -> Matches:
+        """Find the matches and junk of images that ``arrange`` returned; for ``excluded``, see ``Matches``."""
+        unmatched = MISSING if self.trapezoid else None
+        return Matches(identities, junk=self.junk, unmatched_pid=unmatched, excluded=excluded)
+
     def ranker(self, identities: Identities, metric: str) -> Ranker:
         """Build the ranker of images that ``arrange`` returned, given the metric of their distances."""
-        return Ranker(identities, junk=self.junk, trapezoid=self.trapezoid)
+        return Ranker(identities, self)
 
     def metric_names(self, ranks: Sequence[int]) -> list[str]:
         """List the names of the metrics in percent that ``metrics`` can return."""
@@ -257,7 +252,7 @@ def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid
     Args:
         distances: (Q, G), any numeric dtype.
         identities: identities and cameras of the Q queries and G gallery images.
-        trapezoid: if True, compute trapezoidal AP, see ``Ranker``. Default: False.
+        trapezoid: if True, compute trapezoidal AP, see ``RankingRule``. Default: False.
 
     Returns:
         Per-query results on the CPU.
@@ -277,7 +272,7 @@ def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid
             f"{int(distances.isnan().sum())} of {distances.numel()} distances are NaN.\n"
             "  fix: compute the distances from finite features"
         )
-    ranker = Ranker(identities, junk=SAME_CAMERA, trapezoid=trapezoid)
+    ranker = Ranker(identities, Market1501(trapezoid=trapezoid))
     exact = distances.dtype if distances.dtype in (torch.float32, torch.float64) else torch.float64
     ranker.add(0, distances.to(exact, copy=True))
     return ranker.result()

@@ -137,8 +137,7 @@ class ExampleCounter:
         for camera in self._gallery_cameras:
             columns = (gallery_camids == camera).nonzero().flatten()
             self._columns.append(columns)
-            selected = sampled.select(slice(None), columns)
-            self._rankers.append(Ranker(selected, junk=rule.junk, trapezoid=rule.trapezoid))
+            self._rankers.append(Ranker(sampled.select(slice(None), columns), rule))
         self._first = len(self._sample)
 
     def add(self, start: int, distances: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fastamp.evaluation.identities import SAME_CAMERA, SAME_IMAGE, GalleryGroups, Identities, Junk
+from fastamp.evaluation.identities import SAME_CAMERA, SAME_IMAGE, GalleryGroups, Identities
 from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RandomRule, Ranker
 from fastamp.utils.errors import ConfigError
 
@@ -19,26 +19,16 @@ class SingleGalleryShotRanker(Ranker):
 
     Args:
         identities: identities and cameras of Q queries and G gallery images.
-        num_trials: number of random galleries, R.
-        seed: seed of the random galleries.
-        junk, trapezoid: see ``Ranker``.
+        rule: rule with the number of random galleries, R, and their seed.
     """
 
-    def __init__(
-        self,
-        identities: Identities,
-        *,
-        num_trials: int,
-        seed: int,
-        junk: Junk | None = SAME_CAMERA,
-        trapezoid: bool = False,
-    ) -> None:
-        super().__init__(identities, junk=junk, trapezoid=trapezoid)
-        generator = np.random.default_rng(seed)
-        self.num_trials = num_trials
-        self._drawn = _draw_gallery(self.matches.groups, num_trials, generator)
+    def __init__(self, identities: Identities, rule: RandomRule) -> None:
+        super().__init__(identities, rule)
+        generator = np.random.default_rng(rule.seed)
+        self.num_trials = rule.num_trials
+        self._drawn = _draw_gallery(self.matches.groups, self.num_trials, generator)
         # Which of its matches a query gets in each trial, as a fraction of their number.
-        self._choice = generator.random((num_trials, len(identities.query_pids)))
+        self._choice = generator.random((self.num_trials, len(identities.query_pids)))
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
         """Rank the gallery in each trial, see ``Ranker.rank``."""
@@ -67,14 +57,13 @@ class VehicleIDRanker(Ranker):
 
     Args:
         identities: identities of N images, which are both queries and gallery.
-        num_trials: number of random galleries, R.
-        seed: seed of the random galleries.
+        rule: rule with the number of random galleries, R, and their seed.
     """
 
-    def __init__(self, identities: Identities, *, num_trials: int, seed: int) -> None:
-        super().__init__(identities, junk=None)
-        self.num_trials, self.num_gallery = num_trials, len(self.matches.groups.pids)
-        self._drawn = _draw_gallery(self.matches.groups, num_trials, np.random.default_rng(seed))
+    def __init__(self, identities: Identities, rule: RandomRule) -> None:
+        super().__init__(identities, rule)
+        self.num_trials, self.num_gallery = rule.num_trials, len(self.matches.groups.pids)
+        self._drawn = _draw_gallery(self.matches.groups, self.num_trials, np.random.default_rng(rule.seed))
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
         """Rank the gallery in each trial, see ``Ranker.rank``."""
@@ -99,9 +88,7 @@ class Cuhk03(RandomRule):
 
     def ranker(self, identities: Identities, metric: str) -> Ranker:
         """Build the ranker."""
-        return SingleGalleryShotRanker(
-            identities, num_trials=self.num_trials, seed=self.seed, junk=self.junk, trapezoid=self.trapezoid
-        )
+        return SingleGalleryShotRanker(identities, self)
 
 
 @PROTOCOL_REGISTRY.register("vehicleid")
@@ -131,7 +118,7 @@ class VehicleID(RandomRule):
 
     def ranker(self, identities: Identities, metric: str) -> Ranker:
         """Build the ranker."""
-        return VehicleIDRanker(identities, num_trials=self.num_trials, seed=self.seed)
+        return VehicleIDRanker(identities, self)
 
 
 def _draw_gallery(groups: GalleryGroups, num_trials: int, generator: np.random.Generator) -> np.ndarray:

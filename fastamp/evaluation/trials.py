@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from fastamp.evaluation.identities import Identities, Junk
-from fastamp.evaluation.ranking_rule import RandomRule, Ranker
+from fastamp.evaluation.identities import Identities
+from fastamp.evaluation.ranking_rule import RandomRule, Ranker, RankingRule
 
 
 @dataclass(frozen=True)
@@ -33,37 +33,19 @@ class TrialRanker(Ranker):
 
     Args:
         identities: identities and columns of Q queries and G gallery images.
-        trials: sub-galleries of each of R trials; a query is in at most one sub-gallery of a trial.
-        junk, trapezoid: see ``Ranker``; the junk applies within a sub-gallery.
-        reported_junk: junk rule of the rank lists of reports, which show the images of the first trial. Default:
-            ``junk``.
-        counts_identities: if True, the CMC counts identities: the rank of the first match is the number of other
-            identities with a nearer image. Default: False, the number of nearer images.
+        rule: rule that draws the sub-galleries. Rank lists of reports show the images of the first trial.
     """
 
-    def __init__(
-        self,
-        identities: Identities,
-        *,
-        trials: Sequence[Sequence[SubGallery]],
-        junk: Junk | None,
-        trapezoid: bool = False,
-        reported_junk: Junk | None = None,
-        counts_identities: bool = False,
-    ) -> None:
+    def __init__(self, identities: Identities, rule: "TrialRule") -> None:
+        trials = rule.trials(identities)
         shown = np.concatenate([part.columns for part in trials[0]]).astype(np.int64)
-        super().__init__(
-            identities,
-            junk=reported_junk or junk,
-            trapezoid=trapezoid,
-            excluded=np.setdiff1d(np.arange(len(identities.gallery_pids)), shown),
-        )
+        super().__init__(identities, rule, excluded=np.setdiff1d(np.arange(len(identities.gallery_pids)), shown))
         self.num_trials = len(trials)
         self.num_gallery = len(np.unique(shown))
-        self._counts_identities = counts_identities
+        self._counts_identities = rule.counts_identities
         self._trials = [
             [
-                (part, Ranker(self._selected(identities, part), junk=junk, trapezoid=trapezoid))
+                (part, Ranker(self._selected(identities, part), rule.within_part()))
                 for part in parts
                 if len(part.queries) and len(part.columns)
             ]
@@ -116,25 +98,24 @@ class TrialRule(RandomRule):
     """Rule that ranks random images in each of several trials: base class, whose subclasses define ``trials``.
 
     Attributes:
-        counts_identities: see ``TrialRanker``. Default: False.
+        counts_identities: if True, the CMC counts identities: the rank of the first match is the number of other
+            identities with a nearer image. Default: False, the number of nearer images.
     """
 
     draws: ClassVar[tuple[str, ...]] = ("gallery",)
     counts_identities: ClassVar[bool] = False
 
     def trials(self, identities: Identities) -> Sequence[Sequence[SubGallery]]:
-        """Draw the sub-galleries of each trial; see ``TrialRanker``."""
+        """Draw the sub-galleries of each trial; a query is in at most one sub-gallery of a trial."""
         raise NotImplementedError
+
+    def within_part(self) -> RankingRule:
+        """Return the rule within a sub-gallery. Default: this rule."""
+        return self
 
     def ranker(self, identities: Identities, metric: str) -> Ranker:
         """Build the ranker of all trials."""
-        return TrialRanker(
-            identities,
-            trials=self.trials(identities),
-            junk=self.junk,
-            trapezoid=self.trapezoid,
-            counts_identities=self.counts_identities,
-        )
+        return TrialRanker(identities, self)
 
 
 def select_block(distances: torch.Tensor, rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:

@@ -12,7 +12,7 @@ from fastamp.evaluation import identities as module
 from fastamp.evaluation.identities import SAME_CAMERA, Junk, Matches, same_camera
 from fastamp.evaluation.neighbors import BACKENDS
 from fastamp.evaluation.query_expansion import TARGETS
-from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, RandomRule, Ranker, RankingRule
+from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY, NoCamera, RandomRule, Ranker, RankingRule
 from fastamp.evaluation.rerank import VARIANTS
 from fastamp.layers.distance import METRICS, pairwise_distance
 from fastamp.utils.errors import ConfigError, NoMatchError
@@ -30,7 +30,7 @@ def test_ranking_is_unchanged_if_queries_are_split_into_spans(monkeypatch):
 
 def test_ranker_without_junk_rule_ranks_images_from_the_same_camera():
     distances, ids = random_distances(0, 5, 60, 20)
-    ranker = Ranker(ids, junk=None)
+    ranker = Ranker(ids, NoCamera())
     ranker.add(0, distances.clone())
     expected = list(naive(distances.tolist(), ids, cross_camera=False))
     for ours, row in zip(rows_of(ranker.result()), expected, strict=True):
