@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastamp.evaluation.hierarchical import LARGEST_BELOW_ONE, check_hdbscan, hdbscan
+from fastamp.evaluation.hierarchical import LARGEST_BELOW_ONE, check_hdbscan, hdbscan, numbered_by_first
 from fastamp.evaluation.metrics import check_finite_features
 from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.evaluation.rerank import ReRanking, add_overlaps, reciprocal_weights
@@ -79,22 +79,15 @@ class Clustering:
         return f"DBSCAN, eps {self.eps:g}, min_samples {self.min_samples}, k1 {self.k1}, k2 {self.k2}"
 
 
-def cluster_features(
-    features: torch.Tensor, options: Clustering, *, backend: str = "auto", memory_budget_mb: float = 256
-) -> np.ndarray:
+def cluster_features(features: torch.Tensor, options: Clustering, *, memory_budget_mb: float = 256) -> np.ndarray:
     """Cluster features by their k-reciprocal Jaccard distances; see ``jaccard_distances``, ``dbscan``, ``hdbscan``."""
-    if options.method == "hdbscan":
-        everything = replace(options, eps=LARGEST_BELOW_ONE)
-        distances = jaccard_distances(features, everything, backend=backend, memory_budget_mb=memory_budget_mb)
-        return hdbscan(distances, min_samples=options.min_samples)
-    distances = jaccard_distances(features, options, backend=backend, memory_budget_mb=memory_budget_mb)
-    return dbscan(distances, min_samples=options.min_samples)
+    method, eps = (hdbscan, LARGEST_BELOW_ONE) if options.method == "hdbscan" else (dbscan, options.eps)
+    distances = jaccard_distances(features, replace(options, eps=eps), memory_budget_mb=memory_budget_mb)
+    return method(distances, min_samples=options.min_samples)
 
 
 @torch.no_grad()
-def jaccard_distances(
-    features: torch.Tensor, options: Clustering, *, backend: str = "auto", memory_budget_mb: float = 256
-) -> "csr_matrix":
+def jaccard_distances(features: torch.Tensor, options: Clustering, *, memory_budget_mb: float = 256) -> "csr_matrix":
     """Compute the k-reciprocal Jaccard distances up to ``options.eps`` of all pairs of images.
 
     The features are L2-normalized first. With fewer images than ``options.k1``, k1 is the number of images. A
@@ -103,7 +96,6 @@ def jaccard_distances(
     Args:
         features: (N, D) float, the same on all ranks.
         options: settings of the clustering.
-        backend: backend of ``nearest_neighbors``. Default: ``"auto"``.
         memory_budget_mb: memory for a block of distances in MiB. Default: 256.
 
     Returns:
@@ -129,9 +121,8 @@ def jaccard_distances(
         )
     features = centered_unit_features(features)
     reranking = ReRanking(k1=k1, k2=options.k2, variant="fastreid")
-    neighbors = nearest_neighbors(
-        features, features, max(k1, options.k2), backend=backend, memory_budget_mb=memory_budget_mb, farthest=False
-    )
+    k = max(k1, options.k2)
+    neighbors = nearest_neighbors(features, features, k, memory_budget_mb=memory_budget_mb, farthest=False)
     weights = reciprocal_weights(features, neighbors.indices, neighbors.farthest, reranking)
     del features, neighbors
     return distances_of_weights(weights, options.eps, memory_budget_mb=memory_budget_mb)
@@ -166,7 +157,7 @@ def distances_of_weights(weights: "csr_matrix", eps: float, *, memory_budget_mb:
     size = max(1, min(_MAX_BLOCK_ROWS, int(memory_budget_mb * 2**20 / (4 * count))))
     start, stop = comm.shard_range(count, size)
     buffer = torch.zeros(min(size, max(stop - start, 1)), count)
-    numbers, columns_of_block, values = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+    parts = [(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.float32))]
     for first in track(range(start, stop, size), -(-(stop - start) // size), "Jaccard distances"):
         last = min(first + size, stop)
         add_overlaps(weights[first:last], columns, buffer[: last - first])
@@ -179,13 +170,12 @@ def distances_of_weights(weights: "csr_matrix", eps: float, *, memory_budget_mb:
         buffer.view(-1)[places] = 0
         distances = (1 - shared / (2 - shared)).clamp_min_(0).numpy()
         near = distances <= eps
-        numbers.append(np.bincount(rows[near], minlength=last - first))
-        columns_of_block.append(pairs.indices[near].astype(np.int32))
-        values.append(distances[near])
-    counts, found_all, values_all = (
-        comm.gather_rows(torch.from_numpy(np.concatenate(part))).numpy() for part in (numbers, columns_of_block, values)
+        counts = np.bincount(rows[near], minlength=last - first)
+        parts.append((counts, pairs.indices[near].astype(np.int32), distances[near]))
+    counts, indices, values = (
+        comm.gather_rows(torch.from_numpy(np.concatenate(column))).numpy() for column in zip(*parts, strict=True)
     )
-    return csr_matrix((values_all, found_all, np.concatenate(([0], np.cumsum(counts)))), shape=(count, count))
+    return csr_matrix((values, indices, np.concatenate(([0], np.cumsum(counts)))), shape=(count, count))
 
 
 def dbscan(distances: "csr_matrix", *, min_samples: int = 4) -> np.ndarray:
@@ -215,13 +205,9 @@ def dbscan(distances: "csr_matrix", *, min_samples: int = 4) -> np.ndarray:
     graph = csr_matrix(
         (np.ones(between.sum(), dtype=np.int8), (rows[between], columns[between])), shape=distances.shape
     )
-    components = connected_components(graph, directed=False)[1]
-    # Number the components by their first core image.
-    unique, first = np.unique(components[is_core], return_index=True)
-    numbers = np.full(count, count, dtype=np.int64)
-    numbers[unique[np.argsort(first)]] = np.arange(len(unique))
+    numbers = numbered_by_first(np.where(is_core, connected_components(graph, directed=False)[1], OUTLIER))
     labels = np.full(count, count, dtype=np.int64)
-    np.minimum.at(labels, rows, numbers[components[columns]])
+    np.minimum.at(labels, rows, numbers[columns])
     labels[labels == count] = OUTLIER
     return labels
 
@@ -297,23 +283,20 @@ def describe_few_clusters(quality: ClusterQuality, options: Clustering, *, eps: 
         options: settings of the clustering.
         eps, min_samples: names of the two settings, as the user sets them.
     """
+    if quality.clusters > 1:
+        return ""
     images, used, by_density = quality.images, f"{min_samples} {options.min_samples}", options.method == "hdbscan"
     if not by_density:
         used = f"{eps} {options.eps:g}, {used}"
-    more = "" if by_density else f"increase {eps}, "
-    if quality.clusters == 0:
-        return (
-            f"no cluster found: all {images} images are outliers ({used}).\n"
-            "  cause: the features of an identity are not similar enough, or each identity has too few images\n"
-            f"  fix:   {more}reduce {min_samples}, or use a model that was trained on similar data"
-        )
-    if quality.clusters == 1:
-        return (
-            f"only one cluster found: it has {images - quality.outliers} of {images} images ({used}).\n"
-            "  cause: the features of different identities are too similar, e.g. those of an untrained model\n"
-            f"  fix:   reduce {min_samples if by_density else eps}, or use a model that was trained on similar data"
-        )
-    return ""
+    if quality.clusters:
+        found = f"only one cluster found: it has {images - quality.outliers} of {images} images"
+        cause = "the features of different identities are too similar, e.g. those of an untrained model"
+        change = f"reduce {min_samples if by_density else eps}"
+    else:
+        found = f"no cluster found: all {images} images are outliers"
+        cause = "the features of an identity are not similar enough, or each identity has too few images"
+        change = f"reduce {min_samples}" if by_density else f"increase {eps}, reduce {min_samples}"
+    return f"{found} ({used}).\n  cause: {cause}\n  fix:   {change}, or use a model that was trained on similar data"
 
 
 def dominant_cluster(labels: np.ndarray) -> tuple[int, int] | None:
@@ -341,11 +324,9 @@ def separation(features: torch.Tensor, labels: np.ndarray) -> float:
         features: (N, D) float.
         labels: (N,) int64 with at least two clusters.
     """
-    rows = torch.from_numpy(np.flatnonzero(labels != OUTLIER)).to(features.device)
-    cluster_of = torch.from_numpy(np.unique(labels[labels != OUTLIER], return_inverse=True)[1].reshape(-1)).to(
-        features.device
-    )
-    unit = F.normalize(features[rows].float(), dim=1)
+    rows = np.flatnonzero(labels != OUTLIER)
+    cluster_of = torch.from_numpy(labels[rows]).to(features.device).unique(return_inverse=True)[1]
+    unit = F.normalize(features[torch.from_numpy(rows).to(features.device)].float(), dim=1)
     means = torch.zeros(int(cluster_of.max()) + 1, unit.shape[1], device=unit.device).index_add_(0, cluster_of, unit)
     distances = pairwise_distance(unit, means, "cosine")
     inner = distances.gather(1, cluster_of[:, None])[:, 0].clamp_min(0)

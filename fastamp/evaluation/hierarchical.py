@@ -56,14 +56,15 @@ def hdbscan(distances: "csr_matrix", *, min_samples: int = 4) -> np.ndarray:
         metric_params={"max_distance": 1.0},
         copy=True,
     )
-    raw_labels = model.fit_predict(_connected(distances).astype(np.float64)).astype(np.int64)
-    raw_labels[raw_labels < 0] = -1
-    names, first = np.unique(raw_labels, return_index=True)
-    numbers = np.full(len(names), -1, dtype=np.int64)
-    clusters = np.flatnonzero(names >= 0)
-    numbers[clusters[np.argsort(first[clusters])]] = np.arange(len(clusters))
-    labels: np.ndarray = numbers[np.searchsorted(names, raw_labels)]
-    return labels
+    return numbered_by_first(model.fit_predict(_connected(distances).astype(np.float64)))
+
+
+def numbered_by_first(labels: np.ndarray) -> np.ndarray:
+    """Number clusters by their first image: (N,) int64, given (N,) int; negative labels become -1."""
+    names, first, inverse = np.unique(labels.clip(-1), return_index=True, return_inverse=True)
+    numbers = np.where(names < 0, len(labels), first).argsort().argsort()  # outliers last
+    numbers[names < 0] = -1
+    return np.asarray(numbers[inverse])
 
 
 def _connected(distances: "csr_matrix") -> "csr_matrix":
