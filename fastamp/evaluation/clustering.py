@@ -326,7 +326,7 @@ def separation(features: torch.Tensor, labels: np.ndarray) -> float:
     """
     rows = np.flatnonzero(labels != OUTLIER)
     cluster_of = torch.from_numpy(labels[rows]).to(features.device).unique(return_inverse=True)[1]
-    unit = F.normalize(features[torch.from_numpy(rows).to(features.device)].float(), dim=1)
+    unit = F.normalize(features[rows].float(), dim=1)
     means = torch.zeros(int(cluster_of.max()) + 1, unit.shape[1], device=unit.device).index_add_(0, cluster_of, unit)
     distances = pairwise_distance(unit, means, "cosine")
     inner = distances.gather(1, cluster_of[:, None])[:, 0].clamp_min(0)

@@ -70,10 +70,8 @@ class Ranker:
         """Set the distances of junk to NaN for queries ``start:start + B``, and return the matches and junk."""
         pairs = self.matches.pairs(start, start + len(distances))
         # Comparisons with NaN are False, so NaN excludes an image from all counts.
-        junk = (torch.from_numpy(side).to(distances.device) for side in (pairs.junk_rows, pairs.junk_columns))
-        distances[tuple(junk)] = torch.nan
-        if len(self.matches.unmatched):
-            distances[:, torch.from_numpy(self.matches.unmatched).to(distances.device)] = torch.nan
+        distances[pairs.junk_rows, pairs.junk_columns] = torch.nan
+        distances[:, self.matches.unmatched] = torch.nan
         return pairs
 
     def result(self) -> RankingResult:

@@ -4,7 +4,6 @@ Memory and time are bounded: rank lists contain only a few queries, and statisti
 random sample of queries.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,25 +118,17 @@ class ExampleCounter:
     ) -> None:
         self.queries = len(identities.query_pids)
         count = min(self.queries, max(1, report_options.pairs // len(identities.gallery_pids)))
-        chosen = np.random.default_rng(report_options.seed).permutation(self.queries)[:count]
-        self._sample = np.sort(chosen) if count < self.queries else np.arange(self.queries)
-        rows = torch.from_numpy(self._sample)
-        sampled = identities.select(rows, slice(None))
-        query_camids, gallery_camids = sampled.query_camids, sampled.gallery_camids
-        self._roc = None
-        if limit is not None:
-            self._roc = RocCounter(sampled, limit=limit, junk=rule.junk)
-        self._query_camids = query_camids.numpy()
-        self._query_cameras, omitted_query_cameras = _most_frequent(query_camids, report_options.cameras)
+        self._sample = np.sort(np.random.default_rng(report_options.seed).permutation(self.queries)[:count])
+        sampled = identities.select(self._sample, slice(None))
+        self._roc = None if limit is None else RocCounter(sampled, limit=limit, junk=rule.junk)
+        self._query_camids, gallery_camids = sampled.query_camids.numpy(), sampled.gallery_camids.numpy()
+        self._query_cameras, omitted_query_cameras = _most_frequent(self._query_camids, report_options.cameras)
         self._gallery_cameras, omitted_gallery_cameras = _most_frequent(gallery_camids, report_options.cameras)
         self._num_omitted = omitted_query_cameras + omitted_gallery_cameras
-        self._columns, self._rankers = [], []
         if rule.all_images or len({*self._query_cameras, *self._gallery_cameras}) < 2:
             self._gallery_cameras = []
-        for camera in self._gallery_cameras:
-            columns = (gallery_camids == camera).nonzero().flatten()
-            self._columns.append(columns)
-            self._rankers.append(Ranker(sampled.select(slice(None), columns), rule))
+        self._columns = [np.flatnonzero(gallery_camids == camera) for camera in self._gallery_cameras]
+        self._rankers = [Ranker(sampled.select(slice(None), columns), rule) for columns in self._columns]
         self._first = len(self._sample)
 
     def add(self, start: int, distances: torch.Tensor) -> None:
@@ -150,15 +141,11 @@ class ExampleCounter:
             rows = self._sample[begin : min(begin + _BLOCK_ROWS, last)] - start
             # Consecutive rows are a view and need no copy.
             is_contiguous = rows[-1] - rows[0] == len(rows) - 1
-            part = (
-                distances[rows[0] : rows[-1] + 1]
-                if is_contiguous
-                else distances[torch.from_numpy(rows).to(distances.device)]
-            )
+            part = distances[slice(rows[0], rows[-1] + 1) if is_contiguous else rows]
             if self._roc is not None:
                 self._roc.add(begin, part)
             for ranker, columns in zip(self._rankers, self._columns, strict=True):
-                ranker.add(begin, part[:, columns.to(part.device)])
+                ranker.add(begin, part[:, columns])
 
     def result(self, lists: dict[str, list[RankList]], roc: RocCurve | None) -> RetrievalExamples:
         """Combine the examples of all ranks.
@@ -206,39 +193,28 @@ def rank_lists(
     Returns:
         Kind -> rank lists.
     """
-    chosen: dict[str, list[int]] = {}
     generator = np.random.default_rng(report_options.seed)
     shuffled = generator.permutation(np.flatnonzero(ranking.valid.numpy()))
-    by_ap = shuffled[np.argsort(-ranking.ap.numpy()[shuffled], kind="stable")].tolist()
-    half = by_ap[: (len(by_ap) + 1) // 2], by_ap[: (len(by_ap) - 1) // 2 : -1]
-    orders = {"best": half[0], "worst": half[1], "random": shuffled.tolist()}
+    by_ap = shuffled[np.argsort(-ranking.ap.numpy()[shuffled], kind="stable")]
+    best, worst = by_ap[: (len(by_ap) + 1) // 2], by_ap[: (len(by_ap) - 1) // 2 : -1]
+    lists: dict[str, list[RankList]] = {}
     for kind in report_options.kinds:
-        chosen[kind] = _select_diverse_queries(orders[kind], matches.query_pids, report_options.lists)
-    return {
-        kind: [_rank_list(query, ranking, blocks, matches, rule, report_options.length) for query in queries]
-        for kind, queries in chosen.items()
-    }
+        order = {"best": best, "worst": worst, "random": shuffled}[kind]
+        queries = _select_diverse_queries(order, matches.query_pids, report_options.lists)
+        lists[kind] = [_rank_list(query, ranking, blocks, matches, rule, report_options.length) for query in queries]
+    return lists
 
 
-def _select_diverse_queries(queries: Sequence[int], pids: np.ndarray, count: int) -> list[int]:
+def _select_diverse_queries(queries: np.ndarray, pids: np.ndarray, count: int) -> list[int]:
     """Select ``count`` queries in their given order, preferring the first query of each identity."""
-    by_pid: dict[int, int] = {}
-    for query in queries:
-        by_pid.setdefault(pids[query], query)
-    first = list(by_pid.values())[:count]
-    kept = set(first)
-    rest = [query for query in queries if query not in kept][: count - len(first)]
-    kept |= set(rest)
-    return [query for query in queries if query in kept]
+    is_repeated = np.ones(len(queries), dtype=bool)
+    is_repeated[np.unique(pids[queries], return_index=True)[1]] = False
+    chosen: list[int] = queries[np.sort(np.argsort(is_repeated, kind="stable")[:count])].tolist()
+    return chosen
 
 
 def _rank_list(
-    query: int,
-    ranking: RankingResult,
-    blocks: DistanceBlocks,
-    matches: Matches,
-    rule: RankingRule,
-    length: int,
+    query: int, ranking: RankingResult, blocks: DistanceBlocks, matches: Matches, rule: RankingRule, length: int
 ) -> RankList:
     row = torch.empty(1, blocks.shape[1], dtype=blocks.dtype, device=blocks.device)
     blocks.rows(query, query + 1, row)
@@ -261,8 +237,8 @@ def _rank_list(
     )
 
 
-def _most_frequent(camids: torch.Tensor, count: int) -> tuple[list[int], int]:
+def _most_frequent(camids: np.ndarray, count: int) -> tuple[list[int], int]:
     """Return the ``count`` most frequent cameras, ascending, and the number of omitted cameras."""
-    cameras, images = camids.unique(return_counts=True)
-    kept = cameras[images.argsort(descending=True, stable=True)[:count]]
+    cameras, images = np.unique(camids, return_counts=True)
+    kept = cameras[np.argsort(-images, kind="stable")[:count]]
     return sorted(kept.tolist()), len(cameras) - len(kept)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastamp.evaluation.identities import SAME_CAMERA, Identities, Junk, Matches, Pairs
+from fastamp.evaluation.identities import SAME_CAMERA, Identities, Junk, Matches
 from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
 from fastamp.utils.errors import writing
@@ -90,20 +90,14 @@ class RocCounter:
 
     def add(self, start: int, distances: torch.Tensor) -> None:
         """Count the pairs of queries ``start:start + B``, given (B, G) distances, which are not modified."""
-        for first, last in self.matches.spans(start, start + len(distances)):
-            self._count(distances[first - start : last - start], self.matches.pairs(first, last))
-
-    def _count(self, distances: torch.Tensor, pairs: Pairs) -> None:
-        entries = ((pairs.rows, pairs.columns), (pairs.junk_rows, pairs.junk_columns))
-        genuine_counts, junk_counts = (
-            self._histogram(distances[tuple(torch.from_numpy(side).to(distances.device) for side in entry)])
-            for entry in entries
-        )
         genuine, impostor = self.counts
-        genuine += genuine_counts
-        for chunk in distances.reshape(-1).split(_CHUNK):
-            impostor += self._histogram(chunk)
-        impostor -= genuine_counts + junk_counts
+        for first, last in self.matches.spans(start, start + len(distances)):
+            part, pairs = distances[first - start : last - start], self.matches.pairs(first, last)
+            genuine_counts = self._histogram(part[pairs.rows, pairs.columns])
+            genuine += genuine_counts
+            for chunk in part.reshape(-1).split(_CHUNK):
+                impostor += self._histogram(chunk)
+            impostor -= genuine_counts + self._histogram(part[pairs.junk_rows, pairs.junk_columns])
 
     def _histogram(self, distances: torch.Tensor) -> torch.Tensor:
         bins = (distances * self._scale).clamp(0, _BINS - 1).long()
@@ -116,14 +110,9 @@ class RocCounter:
             return None
         used = np.flatnonzero(genuine + impostor)  # empty bins change neither rate
         tar, far = (counts[used].cumsum() / counts.sum() for counts in (genuine, impostor))
-        zero = np.zeros(1)
-        return RocCurve(
-            thresholds=np.concatenate((zero, np.where(used < _BINS - 1, (used + 1) / self._scale, np.inf))),
-            tar=np.concatenate((zero, tar)),
-            far=np.concatenate((zero, far)),
-            num_genuine=int(genuine.sum()),
-            num_impostor=int(impostor.sum()),
-        )
+        thresholds = np.where(used < _BINS - 1, (used + 1) / self._scale, np.inf)
+        columns = (np.append(0.0, column) for column in (thresholds, tar, far))
+        return RocCurve(*columns, num_genuine=int(genuine.sum()), num_impostor=int(impostor.sum()))
 
 
 def write_roc(curve: RocCurve, rates: Sequence[float], folder: Path) -> list[Path]:

@@ -139,12 +139,10 @@ def _rank_among_drawn(
         drawn: (P,) int64, drawn gallery index of each identity.
         query_group: (n,) int64, index of each query's identity in ``drawn``.
     """
-    row, match, column, group = (
-        torch.from_numpy(side).to(distances.device) for side in (rows, match_columns, drawn, query_group)
-    )
-    drawn_distances = distances[row[:, None], column]
-    drawn_distances[torch.arange(len(row), device=distances.device), group] = torch.nan
-    match_distances = distances[row, match][:, None]
-    before = (drawn_distances < match_distances) | ((drawn_distances == match_distances) & (column < match[:, None]))
+    drawn_distances = distances[rows[:, None], drawn]
+    drawn_distances[np.arange(len(rows)), query_group] = torch.nan
+    match_distances = distances[rows, match_columns][:, None]
+    is_earlier = torch.from_numpy(drawn < match_columns[:, None]).to(distances.device)
+    before = (drawn_distances < match_distances) | ((drawn_distances == match_distances) & is_earlier)
     ranks: np.ndarray = before.sum(1).cpu().numpy()
     return ranks
