@@ -68,7 +68,8 @@ class ImageDataset:
         excludes_unknown: whether training images of unknown identities are excluded. Default True.
         has_distractors: whether images of identity 0 or less are distractors, which ``DATASETS.COMBINEALL`` excludes
             from training. Default True.
-        has_cameras: whether images of the query's camera are junk. Default True.
+        has_cameras: whether the cameras of the images are known; those of the query's camera are then junk. Default
+            True.
         requires_gallery: whether a test set without gallery images is an error. Default True.
         evaluator: name of the evaluator if TEST.EVALUATOR is auto and all test sets have the same, for datasets that
             are not evaluated by retrieval. Default "": that of the meta-architecture.
@@ -141,7 +142,7 @@ class ImageDataset:
 
     def camera(self, camid: int | str) -> str:
         """Return the name of a camera without the dataset's prefix; "" if the dataset has no cameras."""
-        return str(camid).removeprefix(f"{self.name}_")
+        return str(camid).removeprefix(f"{self.name}_") if self.has_cameras else ""
 
     @property
     def train(self) -> Sequence[ImageItem]:

@@ -76,10 +76,6 @@ class ProductDataset(ImageDataset):
             items.append(ImageItem(str(self.dataset_dir / path), as_number(label), 0))
         return check_first_image(type(self).__name__, self.dataset_dir / name, items)
 
-    def camera(self, camid: int | str) -> str:
-        """Return "": the images have no cameras."""
-        return ""
-
     @cached_property
     def _test(self) -> tuple[list[ImageItem], list[ImageItem]]:
         """Query and gallery images."""

@@ -54,6 +54,7 @@ class PA100K(ImageDataset):
     dataset_name = "pa100k"
     folder = "PA-100K"
     requires_gallery = False
+    has_cameras = False
     has_distractors = False
     related_identities = False  # each image is its own number
     published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {"train": (80000, 80000), "query": (10000, 10000)}
@@ -68,10 +69,6 @@ class PA100K(ImageDataset):
             lambda: self._read("test"),
             list,
         )
-
-    def camera(self, camid: int | str) -> str:
-        """Return "": the images have no cameras."""
-        return ""
 
     def _read(self, split: str) -> list[ImageItem]:
         path = self.dataset_dir / "annotation.mat"

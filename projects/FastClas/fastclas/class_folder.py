@@ -77,10 +77,6 @@ class ClassDataset(ImageDataset):
         """Return the name of a class."""
         return str(pid).removeprefix(_PREFIX)
 
-    def camera(self, camid: int | str) -> str:
-        """Return "": the images have no cameras."""
-        return ""
-
     def adapt_config(self, cfg: CfgNode, training_set: Any) -> Any:
         """Return the config with ``DATASETS.CLASSES`` set to the classes of the training images.
 

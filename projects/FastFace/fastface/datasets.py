@@ -28,8 +28,16 @@ KEYS = (
 _DEMO_PAIRS = 600
 
 
+class FaceDataset(ImageDataset):
+    """Base class of datasets of faces, which have no cameras; pairs have no gallery."""
+
+    requires_gallery = False
+    has_cameras = False
+    has_distractors = False
+
+
 @DATASET_REGISTRY.register()
-class FaceFolder(ImageDataset):
+class FaceFolder(FaceDataset):
     """Training images of faces in ``<folder>/<identity>/*``; all images are used.
 
     Args:
@@ -41,9 +49,6 @@ class FaceFolder(ImageDataset):
     """
 
     dataset_name = "faces"
-    requires_gallery = False
-    has_cameras = False
-    has_distractors = False
 
     def __init__(self, root: str | Path = "datasets", *, folder: str = "MS_Celeb_1M") -> None:
         self.dataset_dir = Path(root) / folder
@@ -56,10 +61,6 @@ class FaceFolder(ImageDataset):
         if cfg.DATASETS.REC_PATH:
             return FaceRecords.from_config(cfg, root)
         return cls(root, folder=cfg.DATASETS.FACE_FOLDER)
-
-    def camera(self, camid: int | str) -> str:
-        """Return "": the images have no cameras."""
-        return ""
 
     def _read(self) -> list[ImageItem]:
         items = [
@@ -76,7 +77,7 @@ class FaceFolder(ImageDataset):
 
 
 @DATASET_REGISTRY.register()
-class FaceRecords(ImageDataset):
+class FaceRecords(FaceDataset):
     """Training images of faces in a RecordIO file, which are read from it; all images are used.
 
     Args:
@@ -87,9 +88,6 @@ class FaceRecords(ImageDataset):
     """
 
     dataset_name = "faces"
-    requires_gallery = False
-    has_cameras = False
-    has_distractors = False
 
     def __init__(self, path: str | Path) -> None:
         if not str(path):
@@ -101,10 +99,6 @@ class FaceRecords(ImageDataset):
     def from_config(cls, cfg: CfgNode, root: str) -> "FaceRecords":
         """Build the dataset from ``DATASETS.REC_PATH``."""
         return cls(cfg.DATASETS.REC_PATH)
-
-    def camera(self, camid: int | str) -> str:
-        """Return "": the images have no cameras."""
-        return ""
 
     def _read(self) -> PackedItems:
         identities, paths = find_records(self.path)
@@ -120,7 +114,7 @@ class FaceRecords(ImageDataset):
 
 
 @DATASET_REGISTRY.register()
-class LFW(ImageDataset):
+class LFW(FaceDataset):
     """Pairs of faces of Labeled Faces in the Wild (Huang et al. 2007): 6,000 pairs in ten folds.
 
     The column ``same`` is 1 for both images of a pair of one identity. Images ``2 i`` and ``2 i + 1`` are pair i.
@@ -135,18 +129,12 @@ class LFW(ImageDataset):
 
     dataset_name = "lfw"
     folder: ClassVar[str] = "lfw"
-    requires_gallery = False
-    has_cameras = False
 
     def __init__(self, root: str | Path = "datasets") -> None:
         self.dataset_dir = Path(root) / self.folder
         tree = f"{self.folder}/pairs.txt\n{self.folder}/<name>/<name>_0001.jpg"
         check_tree(type(self).__name__, root, [self.dataset_dir / "pairs.txt"], tree, self.folder)
         super().__init__(list, self._read, list)
-
-    def camera(self, camid: int | str) -> str:
-        """Return "": the images have no cameras."""
-        return ""
 
     def _read(self) -> list[ImageItem]:
         path = self.dataset_dir / "pairs.txt"
@@ -177,7 +165,7 @@ class LFW(ImageDataset):
 
 
 @DATASET_REGISTRY.register()
-class DemoFaces(ImageDataset):
+class DemoFaces(FaceDataset):
     """Images of ``Demo`` in place of faces: training identities, and 600 pairs of test images in ten folds.
 
     Half of the pairs of each fold are of one identity, in different cameras. The pairs are random, with a fixed seed.
@@ -187,17 +175,10 @@ class DemoFaces(ImageDataset):
     """
 
     dataset_name = "demofaces"
-    requires_gallery = False
-    has_cameras = False
-    has_distractors = False
 
     def __init__(self, root: str | Path = "datasets") -> None:
         self._demo = Demo(root)
         super().__init__(self._train, self._pairs, list)
-
-    def camera(self, camid: int | str) -> str:
-        """Return "": as faces, the images have no cameras."""
-        return ""
 
     def _train(self) -> list[ImageItem]:
         items = [item._replace(pid=self._demo.identity(item.pid), camid=0) for item in self._demo.train]
