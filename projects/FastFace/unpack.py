@@ -8,7 +8,6 @@ examples:
 """
 
 import argparse
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from fastamp.engine import run_command_line
-from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
+from fastamp.utils.atomic_dir import temporary_folder
 from fastamp.utils.errors import ConfigError, DataError, writing
 
 sys.path.append(str(Path(__file__).parent))
@@ -101,15 +100,9 @@ def main() -> int:
     unpack: Callable[[Path, Path], int] = unpack_pairs if args.source.suffix == ".bin" else unpack_records
     if args.source.is_dir():
         unpack = partial(unpack_array, bgr=args.bgr)
-    remove_abandoned(args.folder)
-    build = temporary_path(args.folder)
-    try:
-        with writing(str(args.folder)):
-            build.mkdir(parents=True)
-            count = unpack(args.source, build)
-            build.rename(args.folder)
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
+    with writing(args.folder), temporary_folder(args.folder) as build:
+        count = unpack(args.source, build)
+        build.rename(args.folder)
     print(f"wrote {count} images to {args.folder}")
     return 0
 

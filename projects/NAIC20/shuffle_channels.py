@@ -10,16 +10,16 @@ example:
 
 import argparse
 import itertools
-import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from fastamp.cli.options import at_least
 from fastamp.engine import run_command_line
-from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.atomic_dir import temporary_folder
+from fastamp.utils.errors import ConfigError, DataError, writing
 from fastamp.utils.progress import track
 
 sys.path.append(str(Path(__file__).parent))
@@ -37,13 +37,11 @@ def shuffle_channels(folder: Path, seed: int = 0) -> int:
         seed: random seed of the orders, at least 0. Default 0.
 
     Raises:
-        ConfigError: if the seed is negative, or the copies exist.
+        ConfigError: if the copies exist.
         DataError: if the list or an image is missing or damaged.
     """
     from naic.datasets import NAIC20_R1, NAIC20_R2, read_list
 
-    if seed < 0:
-        raise ConfigError(f"--seed {seed}: expected an integer of at least 0.\n  fix: choose another seed")
     if (folder / IMAGES).exists():
         raise ConfigError(f"{folder / IMAGES} exists.\n  fix: remove it")
     lists = [folder / dataset.lists["train"] for dataset in (NAIC20_R2, NAIC20_R1)]
@@ -56,10 +54,7 @@ def shuffle_channels(folder: Path, seed: int = 0) -> int:
     identities = sorted({identity for _, identity in pairs})
     rng = np.random.default_rng(seed)
     orders = dict(zip(identities, rng.integers(len(ORDERS), size=len(identities)).tolist(), strict=True))
-    remove_abandoned(folder / IMAGES)
-    build = temporary_path(folder / IMAGES)
-    build.mkdir()
-    try:
+    with writing(folder / IMAGES), temporary_folder(folder / IMAGES) as build:
         for name, identity in track(pairs, len(pairs), "images"):
             try:
                 with Image.open(folder / "images" / name) as image:
@@ -70,8 +65,6 @@ def shuffle_channels(folder: Path, seed: int = 0) -> int:
                 ) from error
             Image.fromarray(np.ascontiguousarray(pixels[:, :, ORDERS[orders[identity]]])).save(build / name)
         build.rename(folder / IMAGES)
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
     return len(pairs)
 
 
@@ -83,6 +76,6 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with images and the list of the training images")
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="random seed (default: 0)")
     arguments = parser.parse_args()
     sys.exit(run_command_line(lambda: main(arguments)))

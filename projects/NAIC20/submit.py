@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from fastamp.amp import resolve_device
-from fastamp.config import CfgNode, read_config
+from fastamp.cli.options import at_least
+from fastamp.config import read_config
 from fastamp.engine import run_command_line
 from fastamp.evaluation import Protocol
 from fastamp.evaluation.metrics import distances_of
@@ -75,24 +76,18 @@ def main(args: argparse.Namespace) -> None:
         if not any(f"{key}.".startswith(f"{prefix}.") for prefix in _KEYS):
             raise ConfigError(f"{key} has no effect on a submission.\n  fix: omit it; choices: {', '.join(_KEYS)}")
     extraction = read_features(args.features)
-    cfg: CfgNode = read_config("", ["MODEL.DEVICE", "auto", "TEST.METRIC", extraction.model.metric, *args.opts])
+    cfg = read_config("", ["MODEL.DEVICE", "auto", "TEST.METRIC", extraction.model.metric, *args.opts])
     nearest = nearest_names(extraction, Protocol.from_config(cfg), resolve_device(cfg.MODEL.DEVICE), args.count)
     write_atomically(args.output, lambda file: file.write(json.dumps(nearest).encode()))
     print(f"wrote {args.output}: {len(nearest)} queries, {len(next(iter(nearest.values())))} names each")
 
 
-def positive(text: str) -> int:
-    """Parse a positive integer."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.json", help="file to write")
-    parser.add_argument("--count", type=positive, default=200, metavar="N", help="names for each query (default: 200)")
+    parser.add_argument(
+        "--count", type=at_least(1), default=200, metavar="N", help="names for each query (default: 200)"
+    )
     parser.add_argument("features", metavar="FEATURES.npz", help="file of `fastamp extract` or tools/ensemble.py")
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
     arguments = parser.parse_args()
