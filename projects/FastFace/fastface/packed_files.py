@@ -5,7 +5,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -135,11 +135,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):
             return _encode
-        self._refuse(f"{module}.{name}")
-
-    @staticmethod
-    def _refuse(name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"the file refers to {name}, which is not executed")
+        raise pickle.UnpicklingError(f"the file refers to {module}.{name}, which is not executed")
 
 
 def _encode(text: str, encoding: str) -> bytes:

@@ -15,13 +15,10 @@ class Verification:
     Attributes:
         accuracies: (F,) accuracy of each fold, in 0..1.
         thresholds: (F,) threshold of each fold, chosen on the other folds.
-        true_accepts, false_accepts: (T,) rates at each of ``THRESHOLDS``, the mean over the folds, in 0..1.
     """
 
     accuracies: np.ndarray
     thresholds: np.ndarray
-    true_accepts: np.ndarray
-    false_accepts: np.ndarray
 
 
 def verify_pairs(embeddings: np.ndarray, same: np.ndarray, *, folds: int = 10) -> Verification:
@@ -42,23 +39,12 @@ def verify_pairs(embeddings: np.ndarray, same: np.ndarray, *, folds: int = 10) -
         raise ValueError(f"expected 2 rows for each of at least {folds} pairs, got {len(embeddings)} and {len(same)}")
     unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-12)
     distances = np.square(unit[0::2] - unit[1::2]).sum(axis=1)
-    accepted = distances[:, None] < THRESHOLDS  # (N, T)
-    same = np.asarray(same, dtype=bool)
-    correct = accepted == same[:, None]
-    accuracies, chosen, true_accepts, false_accepts = [], [], [], []
+    correct = (distances[:, None] < THRESHOLDS) == np.asarray(same, dtype=bool)[:, None]  # (N, T)
+    accuracies, chosen = [], []
     for fold in np.array_split(np.arange(len(same)), folds):
         others = np.ones(len(same), dtype=bool)
         others[fold] = False
         best = int(correct[others].mean(axis=0).argmax())  # the first of equal ones
         accuracies.append(correct[fold, best].mean())
         chosen.append(THRESHOLDS[best])
-        true_accepts.append(_rate(accepted[fold], same[fold]))
-        false_accepts.append(_rate(accepted[fold], ~same[fold]))
-    return Verification(
-        np.array(accuracies), np.array(chosen), np.mean(true_accepts, axis=0), np.mean(false_accepts, axis=0)
-    )
-
-
-def _rate(accepted: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return the fraction of accepted pairs among the chosen ones at each threshold; 0 if there are none."""
-    return accepted[chosen].sum(axis=0) / max(int(chosen.sum()), 1)
+    return Verification(np.array(accuracies), np.array(chosen))
