@@ -1,8 +1,8 @@
 """Evaluators of attributes, with and without re-identification."""
 
-import csv
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from fastamp.evaluation import (
     ReportSection,
     Table,
 )
+from fastamp.feature_pass import Rows
 from fastamp.utils import comm
 from fastamp.utils.errors import writing
+from fastamp.utils.files import write_csv
 from fastattr.attributes import labels_of, most_frequent_values, parse_names
 from fastattr.metrics import AttributeCounts
 
@@ -35,12 +37,11 @@ KEYS = (
 )
 
 METRICS = ("mA", "Accu", "Prec", "Recall", "F1")
-_ROWS = 4096
 _MOST_IMAGES, _SHOWN_ERRORS = 24, 4
 
 
 class AttributeTotals:
-    """Counts of a test set over all ranks, with a table of the attributes and the images with the most errors.
+    """Probabilities and labels of a test set, with a table of the attributes and the images with the most errors.
 
     Args:
         cfg: config; ``MODEL.ATTRIBUTES.NAMES``, ``DATASETS.CATEGORIES`` and ``TEST.THRES`` are used.
@@ -54,122 +55,95 @@ class AttributeTotals:
         self.reset()
 
     def reset(self) -> None:
-        """Discard all counts."""
-        self.counts = AttributeCounts(len(self.names), self.threshold)
-        self._labels = [torch.empty(0, len(self.names), dtype=torch.int8)]
-        self._worst = torch.empty(0, 2 + 2 * len(self.names), dtype=torch.float64)
-        self._num_images = 0
+        """Discard all rows."""
+        self._rows = Rows()
 
     def add(self, batch: dict[str, Any], probabilities: torch.Tensor) -> None:
         """Add a batch with the columns of the attributes and its probabilities (B, A)."""
         labels = labels_of(batch, self.attributes, probabilities.device)
-        self.counts.add(probabilities, labels)
-        # One byte per label; -1 is a missing one.
-        self._labels.append(labels.nan_to_num(-1).to(torch.int8).cpu())
-        in_order = torch.arange(self._num_images, self._num_images + len(labels))
-        self._num_images += len(labels)
-        rows = _error_rows(batch.get("indices", in_order), probabilities, labels, self.threshold)
-        self._worst = _most_errors(torch.cat((self._worst, rows.cpu())))
+        indices = self._rows.positions(batch, len(labels))
+        self._rows.append({"indices": indices, "probabilities": probabilities, "labels": labels})
 
     def metrics(self) -> dict[str, Any]:
         """Compute the metrics over all ranks in percent, and write the table of the attributes on rank 0.
 
         ``baselines`` has the metrics of the prediction of the most frequent value of each column for all images.
         """
-        self.total = self.counts.merged(comm.gather_rows(self.counts.state()[None]))
-        labels = comm.gather_rows(torch.cat(self._labels)).float()
-        self._worst = _most_errors(comm.gather_rows(self._worst))
+        self._columns = self._rows.gather()
+        labels = self._columns["labels"]
+        total = AttributeCounts(self._columns["probabilities"], labels, self.threshold)
+        self._of_attributes = total.of_attributes()
         if comm.is_main_process():
-            unusual = [self.names[index] for index in self.total.one_sided()]
+            unusual = [self.names[index] for index in total.one_sided()]
             if unusual:
                 logger.warning(
                     "attributes without positive or without negative test images count as 0 in one half of mA: %s.\n"
                     "  fix: add test images with the missing values",
                     ", ".join(unusual),
                 )
-            self._write(self.total.of_attributes())
-        constant = most_frequent_values(self.attributes, self.total.sums[1], self.total.sums[1] + self.total.sums[3])
-        baseline = AttributeCounts(len(self.names), self.threshold)
-        for rows in labels.split(_ROWS):
-            baseline.add(constant.expand_as(rows), rows.where(rows >= 0, torch.nan))
-        return self.total.metrics() | {"baselines": {"most frequent values": baseline.metrics()}}
+            self._write()
+        constant = most_frequent_values(self.attributes, total.sums[1], total.sums[1] + total.sums[3])
+        baseline = AttributeCounts(constant.expand_as(labels), labels, self.threshold)
+        return total.metrics() | {"baselines": {"most frequent values": baseline.metrics()}}
 
     def report_section(self) -> ReportSection:
         """Return the section of the report, after ``metrics``."""
-        of_attributes = self.total.of_attributes()
-        columns = ("fraction", "mA", "accuracy", "majority", "precision", "recall", "f1")
-        rows = [
-            (
-                name,
-                f"{int(of_attributes['images'][row]):,}",
-                *(_percent(of_attributes[column][row].item()) for column in columns),
-            )
-            for row, name in enumerate(self.names)
-        ]
+        percentages = self._percentages(
+            ("fraction", "mA", "accuracy", "majority", "precision", "recall", "f1"), digits=1, undefined="–"
+        )
+        counts = (f"{int(count):,}" for count in self._of_attributes["images"])
         titles = ("attribute", "images", "positive %", "mA %", "accuracy %", "majority %", "precision %", "recall %")
         return ReportSection(
             "Attributes",
             f"An attribute is predicted from a probability of {self.threshold:g}. mA: mean of the accuracies on "
             "positive and on negative images. Majority: accuracy of always giving the more frequent answer. "
             "–: not defined.",
-            [Table("", (*titles, "F1 %"), rows)],
-            examples=[self._example(row) for row in self._worst],
+            [Table("", (*titles, "F1 %"), [*zip(self.names, counts, *percentages, strict=True)])],
+            examples=self._examples(),
             examples_title="Images with the most errors",
         )
 
-    def _example(self, row: torch.Tensor) -> ImageExample:
-        """Return an image with its largest errors."""
-        probabilities, labels = row[2:].view(2, -1)
-        errors = _errors(probabilities, labels, self.threshold)
-        wrong = [number for number in errors.argsort(descending=True).tolist() if errors[number] > 0]
-        lines = [f"{len(wrong)} of {int(labels.isfinite().sum())} wrong"]
-        for number in wrong[:_SHOWN_ERRORS]:
-            kind = "missed" if labels[number] > 0.5 else "not"
-            lines.append(f"{kind} {self.names[number]}, {100 * probabilities[number]:.0f} %")
-        return ImageExample(int(row[0]), lines)
+    def _percentages(self, columns: Sequence[str], *, digits: int, undefined: str) -> list[list[str]]:
+        """Return columns of ``AttributeCounts.of_attributes`` as texts, one for each attribute."""
+        return [
+            [
+                f"{value:.{digits}f}" if math.isfinite(value) else undefined
+                for value in self._of_attributes[name].tolist()
+            ]
+            for name in columns
+        ]
 
-    def _write(self, of_attributes: dict[str, torch.Tensor]) -> None:
+    def _examples(self) -> list[ImageExample]:
+        """Return the images with the most errors, each with its largest errors."""
+        probabilities, labels = self._columns["probabilities"], self._columns["labels"]
+        positive = labels > 0.5
+        wrong = ((probabilities >= self.threshold) != positive) & ~labels.isnan()
+        # 1 + the absolute error of wrong predictions, and 0 of others and of missing labels.
+        errors = torch.where(wrong, 1 + (probabilities - positive.float()).abs(), 0.0)
+        total = errors.sum(1)
+        examples = []
+        for row in total.argsort(descending=True, stable=True)[:_MOST_IMAGES].tolist():
+            if not total[row]:
+                break
+            lines = [f"{int(wrong[row].sum())} of {int(labels[row].isfinite().sum())} wrong"]
+            for number in errors[row].argsort(descending=True).tolist()[:_SHOWN_ERRORS]:
+                if wrong[row, number]:
+                    kind = "missed" if positive[row, number] else "not"
+                    lines.append(f"{kind} {self.names[number]}, {100 * probabilities[row, number]:.0f} %")
+            examples.append(ImageExample(int(self._columns["indices"][row]), lines))
+        return examples
+
+    def _write(self) -> None:
         if self.output_dir is None:
             return
         path = Path(self.output_dir) / "attributes.csv"
-        columns = ("mA", "fraction", "accuracy", "majority", "precision", "recall", "f1")
+        names = ("mA", "fraction", "accuracy", "majority", "precision", "recall", "f1")
+        counts = [self._of_attributes[name].int().tolist() for name in ("images", "positives")]
+        rows = zip(self.names, *counts, *self._percentages(names, digits=2, undefined=""), strict=True)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file)
-                writer.writerow(("attribute", "images", "positives", *columns))
-                for row, name in enumerate(self.names):
-                    values = (_percent(of_attributes[column][row].item(), 2, "") for column in columns)
-                    writer.writerow(
-                        (name, int(of_attributes["images"][row]), int(of_attributes["positives"][row]), *values)
-                    )
+        write_csv(path, [("attribute", "images", "positives", *names), *rows])
         logger.info("wrote %s", path)
-
-
-def _percent(value: float, digits: int = 1, undefined: str = "–") -> str:
-    return f"{value:.{digits}f}" if math.isfinite(value) else undefined
-
-
-def _errors(probabilities: torch.Tensor, labels: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Return 1 + the absolute error of wrong predictions, and 0 of others and of missing labels; of the same shape."""
-    positive = labels > 0.5
-    wrong = (probabilities >= threshold) != positive
-    return torch.where(wrong & ~labels.isnan(), 1 + (probabilities - positive.float()).abs(), 0.0)
-
-
-def _error_rows(
-    indices: torch.Tensor, probabilities: torch.Tensor, labels: torch.Tensor, threshold: float
-) -> torch.Tensor:
-    """Return index, sum of errors, probabilities and labels of each image: (B, 2 + 2 A) float64."""
-    total = _errors(probabilities, labels, threshold).sum(1)
-    indices = indices.to(labels.device, torch.float64)
-    return torch.cat((indices[:, None], total[:, None].double(), probabilities.double(), labels.double()), dim=1)
-
-
-def _most_errors(rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows with the most errors, at most ``_MOST_IMAGES``, without images that have none."""
-    rows = rows[rows[:, 1] > 0]
-    return rows[rows[:, 1].argsort(descending=True, stable=True)[:_MOST_IMAGES]]
 
 
 @EVALUATOR_REGISTRY.register()

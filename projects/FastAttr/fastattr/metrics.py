@@ -1,4 +1,4 @@
-"""Metrics of attribute recognition, accumulated over batches."""
+"""Metrics of attribute recognition."""
 
 from typing import Any
 
@@ -14,42 +14,20 @@ class AttributeCounts:
     instance-based metrics, also if both sets are empty.
 
     Args:
-        num_attributes: number of attributes A.
+        probabilities: (N, A) float, in 0..1.
+        labels: (N, A) float: positive above 0.5; NaN for missing.
         threshold: an attribute is predicted if its probability is at least this value.
     """
 
-    def __init__(self, num_attributes: int, threshold: float = 0.5) -> None:
-        self.threshold = threshold
-        self.sums = torch.zeros(4, num_attributes, dtype=torch.float64)
-        self.instances = torch.zeros(4, dtype=torch.float64)
-
-    def add(self, probabilities: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add a batch.
-
-        Args:
-            probabilities: (B, A) float, in 0..1.
-            labels: (B, A) float: positive above 0.5; NaN for missing.
-        """
+    def __init__(self, probabilities: torch.Tensor, labels: torch.Tensor, threshold: float = 0.5) -> None:
         known = ~labels.isnan()
-        positive, predicted = (labels > 0.5) & known, (probabilities >= self.threshold) & known
+        positive, predicted = (labels > 0.5) & known, (probabilities >= threshold) & known
         hits = predicted & positive
         rows = (hits, positive, known & ~positive & ~predicted, known & ~positive)
-        self.sums += torch.stack([row.sum(0) for row in rows]).cpu()
+        self.sums = torch.stack([row.sum(0).double() for row in rows])
         both, guessed, truth = (mask.sum(1).double() for mask in (hits, predicted, positive))
-        union = guessed + truth - both
-        ratios = (both / (union + _EPS), both / (guessed + _EPS), both / (truth + _EPS), torch.ones_like(both))
-        self.instances += torch.stack([ratio.sum() for ratio in ratios]).cpu()
-
-    def merged(self, gathered: torch.Tensor) -> "AttributeCounts":
-        """Return the counts of all ranks, from their ``state()``, (ranks, 4 A + 4) float64."""
-        total = AttributeCounts(self.sums.shape[1], self.threshold)
-        flat = gathered.sum(0)
-        total.sums, total.instances = flat[:-4].view_as(self.sums), flat[-4:]
-        return total
-
-    def state(self) -> torch.Tensor:
-        """Return all counts, (4 A + 4,) float64."""
-        return torch.cat((self.sums.flatten(), self.instances))
+        ratios = (both / (guessed + truth - both + _EPS), both / (guessed + _EPS), both / (truth + _EPS))
+        self.instances = [ratio.sum().item() / max(len(labels), 1) for ratio in ratios]
 
     def mean_accuracies(self) -> torch.Tensor:
         """Compute the mean of the rates of true positives and true negatives of each attribute, (A,) in 0..1.
@@ -91,8 +69,7 @@ class AttributeCounts:
 
         F1 is that of the mean precision and the mean recall. ``metric`` is mA.
         """
-        accuracy, precision, recall, images = self.instances.tolist()
-        accuracy, precision, recall = (total / max(images, 1) for total in (accuracy, precision, recall))
+        accuracy, precision, recall = self.instances
         f1 = 2 * precision * recall / (precision + recall + _EPS)
         mean = self.mean_accuracies().mean().item()
         values = {"Accu": accuracy, "Prec": precision, "Recall": recall, "F1": f1, "mA": mean, "metric": mean}
