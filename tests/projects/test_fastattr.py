@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from fastamp.config import read_config
 from fastamp.config.projects import import_project
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
+from fastamp.retrieval.columns import VALUE_PREFIX
 from fastamp.utils.errors import ConfigError, DataError
 
 REFERENCE = Path(__file__).parents[1] / "reference/methods"
@@ -432,7 +434,7 @@ def test_predictor_of_a_model_without_attributes_raises_config_error(checkpoint,
 
 
 def test_query_in_words_finds_attributes_and_scores_images():
-    from fastattr.search_term import has_attributes, parse_query, score
+    from fastattr.search_term import AttributeTerm, parse_query
 
     names = ["upper_color=red", "lower_color=red", "hat", "hat_kind=cap"]
     assert parse_query("red", names) == [["upper_color=red", "lower_color=red"]]
@@ -440,9 +442,10 @@ def test_query_in_words_finds_attributes_and_scores_images():
     assert parse_query("upper_color=red,cap", names) == [["upper_color=red"], ["hat_kind=cap"]]
     assert parse_query("upper red", names) == [["upper_color=red"]]
     rows = np.array([(0.5, 0.75, 0.25, 1.0), (0.25, 0.125, 1.0, 0.0)], dtype=np.float32)
-    probabilities = dict(zip(names, rows.T, strict=True))
-    assert score(probabilities, parse_query("red, hat", names)).tolist() == [0.75 * 0.25, 0.25]
-    assert has_attributes(probabilities, parse_query("red", names), 0.75).tolist() == [True, False]
+    columns = {f"{VALUE_PREFIX}{name}": values for name, values in zip(names, rows.T, strict=True)}
+    gallery = SimpleNamespace(columns=columns, path="gallery")
+    assert AttributeTerm("red, hat", names, 0.5).scores(gallery).tolist() == [0.75 * 0.25, 0.25]
+    assert AttributeTerm("red", names, 0.75).rows(gallery).tolist() == [0]
     for text, match in (("blue", "available: upper_color=red"), (" , ", "no attributes")):
         with pytest.raises(ConfigError, match=match):
             parse_query(text, names)

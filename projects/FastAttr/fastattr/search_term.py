@@ -39,9 +39,8 @@ class AttributeTerm(SearchTerm):
         return cls(text, output.names, output.threshold)
 
     def rows(self, gallery: Gallery) -> np.ndarray:
-        """Return the images with the attributes, each with a probability of at least the threshold."""
-        probabilities = attribute_columns(gallery.columns, gallery.path)
-        rows = np.flatnonzero(has_attributes(probabilities, self.query, self.threshold))
+        """Return the images for each term of which the probability of an attribute is at least the threshold."""
+        rows = np.flatnonzero((self._probabilities(gallery) >= self.threshold).all(axis=0))
         if not len(rows):
             raise DataError(
                 f"none of the {len(gallery)} gallery images has the attributes {self.text!r} with a probability of at "
@@ -50,12 +49,17 @@ class AttributeTerm(SearchTerm):
         return rows
 
     def scores(self, gallery: Gallery) -> np.ndarray:
-        """Return the products of the probabilities of the attributes."""
-        return score(attribute_columns(gallery.columns, gallery.path), self.query)
+        """Return the products over the terms of the largest probability of their attributes."""
+        return self._probabilities(gallery).prod(axis=0, dtype=np.float64)
 
     def columns(self) -> Collection[str]:
         """Return the columns with the probabilities of the attributes."""
         return {VALUE_PREFIX + name for names in self.query for name in names}
+
+    def _probabilities(self, gallery: Gallery) -> np.ndarray:
+        """Return the largest probability of the attributes of each term, (T, N) float."""
+        probabilities = attribute_columns(gallery.columns, gallery.path)
+        return np.stack([np.max([probabilities[name] for name in names], axis=0) for names in self.query])
 
 
 def attribute_columns(columns: Mapping[str, np.ndarray], source: object) -> dict[str, np.ndarray]:
@@ -125,30 +129,3 @@ def _matching(term: str, names: Sequence[str]) -> list[str]:
 
 def _words(text: str) -> set[str]:
     return set(re.split(r"[\s=_]+", text.lower())) - {""}
-
-
-def score(probabilities: Mapping[str, np.ndarray], query: Sequence[Sequence[str]]) -> np.ndarray:
-    """Compute the scores of images: the product over the terms of the largest probability of their attributes.
-
-    Args:
-        probabilities: name of an attribute -> (N,) float in 0..1.
-        query: see ``parse_query``.
-
-    Returns:
-        (N,) float64.
-    """
-    terms = [np.max([np.asarray(probabilities[name], np.float64) for name in names], axis=0) for names in query]
-    return np.asarray(np.prod(terms, axis=0))
-
-
-def has_attributes(
-    probabilities: Mapping[str, np.ndarray], query: Sequence[Sequence[str]], threshold: float
-) -> np.ndarray:
-    """Return (N,) bool, True if for each term the probability of one of its attributes is at least ``threshold``.
-
-    Args:
-        probabilities, query: see ``score``.
-        threshold: probability in 0..1 from which an attribute is predicted.
-    """
-    terms = [np.max([np.asarray(probabilities[name]) for name in names], axis=0) >= threshold for names in query]
-    return np.asarray(np.all(terms, axis=0))
