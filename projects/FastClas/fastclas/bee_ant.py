@@ -1,8 +1,5 @@
 """Hymenoptera dataset of PyTorch's tutorial on transfer learning: ants and bees."""
 
-from typing import Any
-
-from fastamp.config import CfgNode
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastclas.class_folder import ClassFolder
 
@@ -13,8 +10,3 @@ class Hymenoptera(ClassFolder):
 
     dataset_name = "hyt"
     folder = "hymenoptera_data"
-
-    @classmethod
-    def options(cls, cfg: CfgNode) -> dict[str, Any]:
-        """Return no further arguments: the folder is that of the data root."""
-        return {}

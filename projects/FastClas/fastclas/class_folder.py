@@ -153,8 +153,8 @@ class ClassFolder(ClassDataset):
 
     @classmethod
     def options(cls, cfg: CfgNode) -> dict[str, Any]:
-        """Return the path ``DATASETS.CLASS_FOLDER``."""
-        return {"path": cfg.DATASETS.CLASS_FOLDER}
+        """Return the path ``DATASETS.CLASS_FOLDER``, unless the dataset has a folder."""
+        return {} if cls.folder else {"path": cfg.DATASETS.CLASS_FOLDER}
 
     def read(self, split: str) -> list[tuple[str, str]]:
         """Return the images below each class folder of a split, in alphabetical order."""
