@@ -1,5 +1,6 @@
 """Datasets of faces: a folder for each identity, and pairs in the format of LFW."""
 
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,6 +27,8 @@ KEYS = (
 )
 
 _DEMO_PAIRS = 600
+# Name and number of the first image, name of the second one if it differs, and number of the second image.
+_PAIR = re.compile(r"(\S+)\s+(\d+)\s+(?:(\S+)\s+)?(\d+)")
 
 
 class FaceDataset(ImageDataset):
@@ -138,27 +141,24 @@ class LFW(FaceDataset):
 
     def _read(self) -> list[ImageItem]:
         path = self.dataset_dir / "pairs.txt"
-        lines = [line.split() for line in read_lines(type(self).__name__, path)]
-        if lines and len(lines[0]) <= 2:  # number of folds and of pairs in each
+        lines = read_lines(type(self).__name__, path)
+        if len(lines[0].split()) <= 2:  # number of folds and of pairs in each
             lines = lines[1:]
         items, numbers, suffix = [], {}, ".jpg"
-        for fields in lines:
-            if len(fields) == 3 and fields[1].isdigit() and fields[2].isdigit():
-                images = [(fields[0], fields[1]), (fields[0], fields[2])]
-            elif len(fields) == 4 and fields[1].isdigit() and fields[3].isdigit():
-                images = [(fields[0], fields[1]), (fields[2], fields[3])]
-            else:
+        for line in lines:
+            pair = _PAIR.fullmatch(line)
+            if pair is None:
                 raise DataError(
-                    f"{path.absolute()}: expected 'name number number' or 'name number name number', got "
-                    f"{' '.join(fields)!r}.\n  fix: restore this file of the dataset"
+                    f"{path.absolute()}: expected 'name number number' or 'name number name number', got {line!r}.\n"
+                    "  fix: restore this file of the dataset"
                 )
-            for name, number in images:
+            for name, number in ((pair[1], pair[2]), (pair[3] or pair[1], pair[4])):
                 file = self.dataset_dir / name / f"{name}_{int(number):04d}{suffix}"
                 if not items and not file.exists() and file.with_suffix(".png").exists():
                     suffix = ".png"
                     file = file.with_suffix(suffix)
                 pid = numbers.setdefault(name, len(numbers))
-                items.append(ImageItem(str(file), pid, 0, columns={"same": int(len(fields) == 3)}))
+                items.append(ImageItem(str(file), pid, 0, columns={"same": int(pair[3] is None)}))
         if not items:
             raise DataError(f"{path.absolute()} has no pairs.\n  fix: restore this file of the dataset")
         return items
