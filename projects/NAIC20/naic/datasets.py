@@ -75,7 +75,38 @@ def read_list(title: str, file: Path, separator: str = ":") -> list[tuple[str, s
     return pairs
 
 
-class NaicDataset(ImageDataset):
+class LongTailDataset(ImageDataset):
+    """Base class of datasets without cameras, in which many identities have few images; subclasses define ``_read``.
+
+    Args:
+        remove_tail: if True, exclude training identities with a single image.
+    """
+
+    def __init__(self, *, remove_tail: bool) -> None:
+        self.remove_tail = remove_tail
+        super().__init__(self._train, lambda: self._read("query", 0), lambda: self._read("gallery", 1))
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, root: str) -> "LongTailDataset":
+        """Build the dataset; ``DATASETS.RM_LT`` excludes the long tail."""
+        return cls(root=root, remove_tail=cfg.DATASETS.RM_LT)
+
+    def camera(self, camid: int | str) -> str:
+        """Return "query" or "gallery": the cameras are unknown."""
+        return ("query", "gallery")[int(camid)]
+
+    def _train(self) -> list[ImageItem]:
+        items = self._read("train", 0)
+        if self.remove_tail:
+            items = remove_long_tail(items, type(self).__name__)
+        return self._add_name_prefix(items)
+
+    def _read(self, split: str, camera: int) -> list[ImageItem]:
+        """Return the images of a split, with ``camera`` as their camera."""
+        raise NotImplementedError
+
+
+class NaicDataset(LongTailDataset):
     """Base class of the datasets of the challenge.
 
     Args:
@@ -105,23 +136,7 @@ class NaicDataset(ImageDataset):
         lines = f"{{name}}.png{self.separator}{{identity}}"
         tree = f"{self.folder}/{{{','.join(self.lists.values())}}} with lines {lines}\n{self.folder}/{image}"
         check_tree(type(self).__name__, root, [self.dataset_dir / name for name in names], tree, self.folder)
-        self.remove_tail = remove_tail
-        super().__init__(self._train, lambda: self._read("query", 0), lambda: self._read("gallery", 1))
-
-    @classmethod
-    def from_config(cls, cfg: CfgNode, root: str) -> "NaicDataset":
-        """Build the dataset; ``DATASETS.RM_LT`` excludes the long tail."""
-        return cls(root=root, remove_tail=cfg.DATASETS.RM_LT)
-
-    def camera(self, camid: int | str) -> str:
-        """Return "query" or "gallery": the cameras are unknown."""
-        return ("query", "gallery")[int(camid)]
-
-    def _train(self) -> list[ImageItem]:
-        items = self._read("train", 0)
-        if self.remove_tail:
-            items = remove_long_tail(items, type(self).__name__)
-        return self._add_name_prefix(items)
+        super().__init__(remove_tail=remove_tail)
 
     def _read(self, split: str, camera: int) -> list[ImageItem]:
         """Return the images in the list of a split; [] without a list."""
@@ -216,7 +231,7 @@ class NAIC20_R2A(ImageDataset):
 
 
 @DATASET_REGISTRY.register()
-class DemoNAIC(ImageDataset):
+class DemoNAIC(LongTailDataset):
     """Images of ``Demo`` with a long tail: every third training identity has one image, the next one two images.
 
     Args:
@@ -228,26 +243,20 @@ class DemoNAIC(ImageDataset):
 
     def __init__(self, root: str | Path = "datasets", *, remove_tail: bool = True) -> None:
         self._demo = Demo(root)
-        self.remove_tail = remove_tail
-        super().__init__(
-            self._train,
-            lambda: [item._replace(camid=0) for item in self._demo.query],
-            lambda: [item._replace(camid=1) for item in self._demo.gallery],
-        )
+        super().__init__(remove_tail=remove_tail)
 
-    @classmethod
-    def from_config(cls, cfg: CfgNode, root: str) -> "DemoNAIC":
-        """Build the dataset; ``DATASETS.RM_LT`` excludes the long tail."""
-        return cls(root, remove_tail=cfg.DATASETS.RM_LT)
-
-    def _train(self) -> list[ImageItem]:
-        items = [item._replace(pid=self._demo.identity(item.pid), camid=0) for item in self._demo.train]
-        numbers = {pid: number for number, pid in enumerate(sorted({item.pid for item in items}))}
+    def _read(self, split: str, camera: int) -> list[ImageItem]:
+        """Return the images of a split; of training identities 1, 2 or all images by turns."""
+        items = [item._replace(camid=camera) for item in self._demo.images_in(split)]
+        if split != "train":
+            return items
+        pids = sorted({self._demo.identity(item.pid) for item in items})
+        limits = {pid: (1, 2, len(items))[number % 3] for number, pid in enumerate(pids)}
         kept: list[ImageItem] = []
         seen: Counter = Counter()
         for item in items:
-            limit = (1, 2, len(items))[numbers[item.pid] % 3]
-            if seen[item.pid] < limit:
-                kept.append(item)
-            seen[item.pid] += 1
-        return self._add_name_prefix(remove_long_tail(kept, "DemoNAIC") if self.remove_tail else kept)
+            pid = self._demo.identity(item.pid)
+            if seen[pid] < limits[pid]:
+                kept.append(item._replace(pid=pid))
+            seen[pid] += 1
+        return kept
