@@ -7,7 +7,7 @@ Prints two tables of mAP by seed. The exit code is 1 if a claim of the README do
 import argparse
 import statistics
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +19,6 @@ from fastamp.diagnostics.doctor import diagnose
 from fastamp.engine import DefaultTrainer, default_setup, run_command_line
 from fastamp.utils.errors import TrainingError
 from fastamp.utils.files import ignore_closed_stdout
-from fastamp.utils.progress import format_duration
 
 HERE = Path(__file__).parent
 PLANTED = ("MODEL.BACKBONE.PLANTED", "1e6")
@@ -43,23 +42,13 @@ def train(output: Path, *opts: str) -> tuple[float, int]:
     return trainer.train()["mAP"], trainer.trainer.step.skipped_total
 
 
-class Series:
-    """Runs of several settings, each with the same seeds."""
-
-    def __init__(self, output: Path, seeds: int, total: int) -> None:
-        self.output, self.seeds, self.total = output, seeds, total
-        self.done, self.start = 0, time.perf_counter()
-
-    def run(self, name: str, *opts: str) -> list[tuple[float, int]]:
-        """Train with each seed; return ``(mAP in percent, number of skipped steps)`` for each seed."""
-        results = []
-        for seed in range(self.seeds):
-            left = (time.perf_counter() - self.start) / max(1, self.done) * (self.total - self.done)
-            eta = f", about {format_duration(left)} left" if self.done else ""
-            print(f"== {name}, seed {seed}: run {self.done + 1} of {self.total}{eta}", flush=True)
-            results.append(train(self.output / f"{name}_{seed}".replace(" ", "_"), "SEED", str(seed), *opts))
-            self.done += 1
-        return results
+def train_seeds(output: Path, seeds: int, name: str, *opts: str) -> list[tuple[float, int]]:
+    """Train with each seed; return ``(mAP in percent, number of skipped steps)`` for each seed."""
+    results = []
+    for seed in range(seeds):
+        print(f"== {name}: seed {seed}, {seed + 1} of {seeds}", flush=True)
+        results.append(train(output / f"{name}_{seed}".replace(" ", "_"), "SEED", str(seed), *opts))
+    return results
 
 
 def show(rows: dict[str, list[tuple[float, int]]], reference: str) -> dict[str, float]:
@@ -84,9 +73,9 @@ def main(output: Path, seeds: int) -> None:
     Raises:
         TrainingError: if a claim does not hold.
     """
-    series = Series(output, seeds, total=5 * seeds)
+    run = partial(train_seeds, output, seeds)
     precisions = {"float32": "off", "bfloat16": "bf16", "float16": "fp16"}
-    unplanted = {name: series.run(name, "SOLVER.AMP", precision) for name, precision in precisions.items()}
+    unplanted = {name: run(name, "SOLVER.AMP", precision) for name, precision in precisions.items()}
 
     print("== a planted overflow: training in float16", flush=True)
     try:
@@ -103,8 +92,8 @@ def main(output: Path, seeds: int) -> None:
         raise TrainingError(f"expected the doctor to suggest SOLVER.AMP.FORCE_FP32, got: {diagnosis.conclusion()}")
     fix = ("SOLVER.AMP.FORCE_FP32", str(diagnosis.configured.force_fp32))
     planted = {
-        "float32, planted": series.run("float32, planted", "SOLVER.AMP", "off", *PLANTED),
-        "float16, planted, fixed": series.run("float16, planted, fixed", "SOLVER.AMP", "fp16", *PLANTED, *fix),
+        "float32, planted": run("float32, planted", "SOLVER.AMP", "off", *PLANTED),
+        "float16, planted, fixed": run("float16, planted, fixed", "SOLVER.AMP", "fp16", *PLANTED, *fix),
     }
 
     print("\nmAP on the demo, with a network of two convolutions:")
