@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from fastamp.modeling.losses import LOSS_REGISTRY
 from unsupervised.memory import MemoryLoss, compute_centroids
+from unsupervised.reliability import with_own_labels
 
 _EPSILON = 1e-6
 
@@ -52,10 +53,7 @@ class HybridMemoryLoss(MemoryLoss):
             self.set_memory(torch.cat((centroids, instances)), labeled=identities)
         targets = labels.copy()
         targets[~labeled] = identities + np.arange((~labeled).sum())
-        unlabeled = labels[~labeled]
-        outliers = np.flatnonzero(unlabeled < 0)
-        unlabeled[outliers] = labels.max(initial=-1) + 1 + np.arange(len(outliers))
-        classes = self.set_labels(np.concatenate((np.arange(identities), unlabeled)))
+        classes = self.set_labels(with_own_labels(np.concatenate((np.arange(identities), labels[~labeled]))))
         return targets, classes[targets]
 
     def contrast(self, features: torch.Tensor, memory: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -159,9 +159,8 @@ class PseudoLabels:
         clusters, *others = self._cluster(unit)
         quality = self._checked(clusters, epoch)
         if others:
-            result = reliable_labels(clusters, *others, self.threshold)
-            self.threshold = result.threshold
-            clusters = without_own_labels(result.labels)
+            labels, self.threshold = reliable_labels(clusters, *others, self.threshold)
+            clusters = without_own_labels(labels)
             reliable = cluster_quality(clusters, self.identities)
             if reliable.clusters < 2:
                 raise TrainingError(

@@ -1,6 +1,5 @@
 """Reliability criterion of SpCL (Ge et al. 2020, arXiv:2006.02713, sec. 3.3): keep clusters that are stable in eps."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,24 +9,6 @@ if TYPE_CHECKING:
 
 # The threshold of independence is that of this fraction of the clusters in the first epoch.
 _FRACTION = 0.9
-
-
-@dataclass(frozen=True)
-class ReliableLabels:
-    """Labels after the reliability criterion.
-
-    Attributes:
-        labels: (N,) int64. Clusters keep their numbers; outliers and images of unreliable clusters have labels of their
-            own, with gaps between the numbers.
-        compactness, independence: (N,) float32 in 0..1, one minus the intersection over union of the cluster of each
-            image with its tighter and its looser cluster; 0 is best.
-        threshold: largest independence of a reliable cluster.
-    """
-
-    labels: np.ndarray
-    compactness: np.ndarray
-    independence: np.ndarray
-    threshold: float
 
 
 def distances_up_to(distances: "csr_matrix", eps: float) -> "csr_matrix":
@@ -56,7 +37,7 @@ def without_own_labels(labels: np.ndarray) -> np.ndarray:
 
 def reliable_labels(
     labels: np.ndarray, tight: np.ndarray, loose: np.ndarray, threshold: float | None = None
-) -> ReliableLabels:
+) -> tuple[np.ndarray, float]:
     """Turn images of unreliable clusters into outliers.
 
     An image keeps its cluster if the independence of the cluster is at most the threshold, and the compactness of the
@@ -68,6 +49,11 @@ def reliable_labels(
             outliers.
         threshold: largest independence of a reliable cluster. Default: the one of nine tenths of the clusters; it is
             kept for the next epochs. There must be a cluster.
+
+    Returns:
+        ``(labels, threshold)``: (N,) int64, in which clusters keep their numbers; outliers and images of unreliable
+        clusters have labels of their own, with gaps between the numbers. And the largest independence of a reliable
+        cluster.
     """
     labels = with_own_labels(labels)
     compactness, independence = (
@@ -85,11 +71,11 @@ def reliable_labels(
     )
     result = labels.copy()
     result[~kept] = len(counts) + np.arange((~kept).sum())
-    return ReliableLabels(result, compactness, independence, threshold)
+    return result, threshold
 
 
 def _distances_of_clusters(labels: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Compute one minus the intersection over union of the two clusters of each image, (N,) float32."""
+    """Compute one minus the intersection over union of the two clusters of each image, (N,) float32; 0 is best."""
     _, pairs, shared = np.unique(np.stack((labels, others)), axis=1, return_inverse=True, return_counts=True)
     both = shared[pairs.reshape(-1)].astype(np.float32)
     either = (np.bincount(labels)[labels] + np.bincount(others)[others]).astype(np.float32) - both

@@ -1,6 +1,6 @@
 """Sampler of clusters: K images of each, from several cameras."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,9 @@ KEYS = (
     ),
 )
 
-Choices = Callable[[list[int], int, bool], Sequence[int]]
-
 
 def draw_images(
-    images: Sequence[int], cameras: Sequence[int] | None, first: int, num_instances: int, choices: Choices
+    images: Sequence[int], cameras: Sequence[int] | None, first: int, num_instances: int, rng: np.random.Generator
 ) -> list[int]:
     """Draw the images of a cluster: ``first``, and K - 1 others, if possible from other cameras.
 
@@ -38,7 +36,7 @@ def draw_images(
         cameras: camera of each image; None ignores cameras.
         first: index of the first image in ``images``.
         num_instances: K.
-        choices: function (candidates, count, replace) -> chosen candidates.
+        rng: generator of the others.
 
     Returns:
         K images; only the first if the cluster has no other. Images are repeated if there are fewer than K others.
@@ -48,7 +46,7 @@ def draw_images(
         others = [row for row in range(len(images)) if row != first]
     if not others or num_instances == 1:
         return [images[first]]
-    chosen = choices(others, num_instances - 1, len(others) < num_instances)
+    chosen = rng.choice(others, num_instances - 1, len(others) < num_instances)
     return [images[first], *(images[int(row)] for row in chosen)]
 
 
@@ -147,9 +145,7 @@ class ClusterSampler(EpochSampler):
     def _draw(self, rng: np.random.Generator, images: np.ndarray) -> list[int]:
         cameras = self.camids[images].tolist() if self.cross_camera else None
         first = int(rng.integers(len(images)))
-        return draw_images(
-            images.tolist(), cameras, first, self.num_instances, lambda rows, k, repeat: rng.choice(rows, k, repeat)
-        )
+        return draw_images(images.tolist(), cameras, first, self.num_instances, rng)
 
 
 def _rows_of_clusters(labels: np.ndarray) -> list[np.ndarray]:
