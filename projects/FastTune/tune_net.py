@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 
 from autotuner.disk import check_disk
@@ -20,23 +21,21 @@ from autotuner.picture import draw_trials
 from autotuner.results import table, write_results
 from autotuner.search import (
     Outcome,
-    Search,
     best_first,
     concurrent_trials,
-    is_mutable,
     read_outcomes,
     run_search,
-    shut_down_ray,
     start_ray,
     winner_of,
 )
+from autotuner.settings import Search, is_mutable
 from autotuner.space import BATCH, IDENTITIES, IMAGES, Space, default_space, read_space
 from autotuner.split import VAL_FRACTION, define_keys, split_training
 
 from fastamp.amp import requested_device, resolve_device
 from fastamp.cli import run_command
 from fastamp.cli.source import training_config
-from fastamp.config import CfgNode, get_cfg, load_plugin
+from fastamp.config import CfgNode, get_cfg
 from fastamp.data.build import build_dataset
 from fastamp.data.datasets.base import ImageItem
 from fastamp.diagnostics.config_check import check_config
@@ -55,9 +54,7 @@ _SECONDS_TO_STOP = 10.0
 def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
     """Return ``(cfg, val_fraction)``: the trials' base config without TUNE keys, and the value of TUNE.VAL_FRACTION."""
     with_ours = training_config(args, define_keys=define_keys)
-    cfg = get_cfg()
-    if args.plugin:
-        load_plugin(args.plugin, cfg)
+    cfg = get_cfg(args.plugin)
     cfg.merge_from_other_cfg({name: value for name, value in with_ours.items() if name != VAL_FRACTION.split(".")[0]})
     cfg.freeze()
     check_config(cfg)
@@ -151,16 +148,21 @@ def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:
     return float(needs_gpu) if args.gpus_per_trial is None else args.gpus_per_trial
 
 
-class SearchInterrupted(Exception):
-    """Raised when a signal stops the search.
+def report_interruption(number: int, *, scheduler: str) -> int:
+    """Print how to continue a search that a signal stopped; return the exit code."""
 
-    Args:
-        signal_number: number of the signal.
-    """
+    def stop() -> None:
+        raise TrainingInterrupted(number, "the trials, trials.csv and best_config.yaml under OUTPUT_DIR")
 
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by signal {signal_number}")
-        self.signal_number = signal_number
+    outcome = run_and_capture(stop)
+    if scheduler == "hyperband":
+        message = (
+            "interrupted: a search with --scheduler hyperband cannot be resumed.\n"
+            "  fix: start a new search with another OUTPUT_DIR; --scheduler asha can be resumed"
+        )
+        outcome = replace(outcome, message=message)
+    print_exit_message(outcome)
+    return outcome.code
 
 
 @contextmanager
@@ -171,10 +173,11 @@ def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
     Results are written after each trial, and trials resume from their last evaluation, so nothing is lost.
 
     Args:
-        finish: called with the signal number if Ray does not stop in time; returns the exit code.
+        finish: called with the signal number when the search has stopped, or if Ray does not stop in time; returns the
+            exit code.
 
     Raises:
-        SearchInterrupted: if a signal is received.
+        SystemExit: if a signal is received.
     """
     received: list[int] = []
 
@@ -201,9 +204,10 @@ def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
         except BaseException as error:
             if not received:
                 raise
-            # Not at exit, where the timer could not end Ray's waiting.
-            shut_down_ray()
-            raise SearchInterrupted(received[0]) from error
+            import ray
+
+            ray.shutdown()  # not at exit, where the timer could not end Ray's waiting
+            raise SystemExit(finish(received[0])) from error
         finally:
             for timer in timers:
                 timer.cancel()
@@ -234,13 +238,8 @@ def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: in
     )
 
 
-def tune(args: argparse.Namespace, finish: Callable[[int], int]) -> int:
-    """Run the search, write the results, and evaluate or train the winner; return the exit code.
-
-    Args:
-        args: command-line arguments.
-        finish: see ``stopped_by_signals``.
-    """
+def tune(args: argparse.Namespace) -> int:
+    """Run the search, write the results, and evaluate or train the winner; return the exit code."""
     cfg, fraction = read_recipe(args)
     output = real_path(cfg.OUTPUT_DIR)
     with writing(cfg.OUTPUT_DIR):
@@ -248,7 +247,6 @@ def tune(args: argparse.Namespace, finish: Callable[[int], int]) -> int:
     if has_tracker(cfg) and not cfg.TRACKING.TRIALS:
         logger.info("the experiment trackers in LOGGERS are not used in trials; to use them, set TRACKING.TRIALS True")
     space = choose_space(args, cfg)
-    gpus = gpus_of_a_trial(cfg, args)
     # Prepare the data once, so that errors are found before any trial starts.
     training, _, _ = split_training(cfg, fraction, args.seed)
     check_data(cfg, space, training)
@@ -264,12 +262,13 @@ def tune(args: argparse.Namespace, finish: Callable[[int], int]) -> int:
         fraction=fraction,
         grace_epochs=grace_epochs(cfg, space, len(training)),
         cpus=args.cpus_per_trial,
-        gpus=gpus,
+        gpus=gpus_of_a_trial(cfg, args),
         max_concurrent=args.max_concurrent,
         max_failures=args.max_failures,
         plugin=str(real_path(args.plugin)) if args.plugin else "",
     )
-    start_ray(address=args.address, cpus=args.cpus_per_trial, gpus=gpus)
+    start_ray(search, address=args.address)
+    finish = partial(report_interruption, scheduler=args.scheduler)
     with stopped_by_signals(finish):  # after ray.init, which installs its own handler
         check_disk(search, len({item.pid for item in training}), concurrent=concurrent_trials(search))
         return run_stages(args, search, images=len(training))
@@ -324,7 +323,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: if an argument is invalid.
-        TrainingInterrupted: if a signal stops the search.
+        SystemExit: if a signal stops the search.
     """
     if args.pbt and args.scheduler not in (None, "pbt"):
         raise ConfigError(f"--pbt and --scheduler {args.scheduler} cannot be combined.\n  fix: remove one of them")
@@ -332,29 +331,7 @@ def run(args: argparse.Namespace) -> int:
         args.scheduler = "pbt"
     args.srch_algo = args.srch_algo or ("random" if args.scheduler == "pbt" else "hyperopt")
     args.scheduler = args.scheduler or ("hyperband" if args.srch_algo == "bohb" else "asha")
-    codes: list[int] = []
-
-    def interrupted(number: int) -> None:
-        if args.scheduler == "hyperband":
-            print(
-                "interrupted: a search with --scheduler hyperband cannot be resumed.\n"
-                "  fix: start a new search with another OUTPUT_DIR; --scheduler asha can be resumed",
-                file=sys.stderr,
-            )
-            codes.append(128 + number)
-            return
-        raise TrainingInterrupted(number, "the trials, trials.csv and best_config.yaml under OUTPUT_DIR")
-
-    def finish(number: int) -> int:
-        outcome = run_and_capture(lambda: interrupted(number))
-        print_exit_message(outcome)
-        return outcome.code or codes[0]
-
-    try:
-        return tune(args, finish)
-    except SearchInterrupted as interruption:
-        interrupted(interruption.signal_number)
-    return codes[0]
+    return tune(args)
 
 
 def cli(argv: list[str] | None = None) -> int:

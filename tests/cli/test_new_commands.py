@@ -15,7 +15,6 @@ import tiny
 import yaml
 
 from fastamp.cli import COMMANDS, command_parser, main
-from fastamp.cli.tune import ALGORITHMS, SCHEDULERS
 from fastamp.config.recipes import find_recipe, list_project_recipes, list_recipes
 from fastamp.config.schema import HEADER
 
@@ -191,9 +190,3 @@ def test_help_and_version_commands_equal_the_flags(input_error, capsys):
             main(words)
         assert end.value.code == 0 and "usage: fastamp train" in capsys.readouterr().out
     assert "'train'" in input_error(main, ["help", "trian"])
-
-
-def test_choices_of_tune_match_fasttune():
-    from autotuner import search
-
-    assert (ALGORITHMS, SCHEDULERS) == (search.ALGORITHMS, search.SCHEDULERS)

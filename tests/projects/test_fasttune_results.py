@@ -9,7 +9,8 @@ from autotuner import disk
 from autotuner.disk import check_disk, trial_bytes
 from autotuner.importance import importances
 from autotuner.picture import _draw_lineage, draw_trials
-from autotuner.search import Outcome, Search, best_first
+from autotuner.search import Outcome, best_first
+from autotuner.settings import Search
 from autotuner.space import Parameter, Space
 
 from fastamp.engine import DefaultTrainer

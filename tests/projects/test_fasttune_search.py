@@ -19,7 +19,7 @@ import train_net
 import tune_net
 from autotuner.search import read_outcomes
 
-from fastamp.config import read_config
+from fastamp.config import get_cfg, read_config
 from fastamp.data.build import build_dataset
 from fastamp.inference import Predictor
 
@@ -221,10 +221,11 @@ def test_pbt_search_does_not_wait_for_ended_trials(demo, tmp_path):
     tune = pytest.importorskip("ray.tune")
     from autotuner.algorithms import ray_space, scheduler
     from autotuner.search import start_ray
+    from autotuner.settings import Search
     from autotuner.space import Parameter, Space
 
-    start_ray(address="", cpus=1, gpus=0)
     space = Space([Parameter("x", "uniform", (0.0, 1.0))])
+    start_ray(Search(title="search", folder=tmp_path, cfg=get_cfg(), space=space), address="")
 
     def trial(config):
         context = tune.get_context()

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from autotuner.settings import Search
 from autotuner.space import Space
 from autotuner.split import register_split
-from autotuner.trial import TrialSettings, output_dir, ray_trial, run_trial
-from autotuner.tune_hooks import EvalRounds
+from autotuner.trial import output_dir, ray_trial, run_trial
 from file_tracker import read_calls
 
 from fastamp.config import get_cfg, read_config
@@ -89,21 +89,10 @@ def test_trial_is_tracked_only_if_asked(demo, tmp_path, monkeypatch, asked):
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(tune=tune))
     monkeypatch.chdir(tmp_path)
     options = ("SOLVER.MAX_EPOCH", "1", "LOGGERS", "('tensorboard', 'file')", "TRACKING.TRIALS", str(asked))
-    settings = TrialSettings(
-        config=config(tmp_path, *options).dump(),
-        space=Space([]),
-        rounds=EvalRounds(1, 1, 0),
-        fraction=0.25,
-        seed=0,
-        plugin="",
-        here=str(tmp_path),
-        folder=str(tmp_path / "study/search"),
-        population=False,
-        resumed=False,
-        threads=1,
-    )
-    ray_trial({}, settings)
-    folder = output_dir(settings.folder, "abc_00001")
+    cfg = config(tmp_path, *options)
+    search = Search(title="search", folder=tmp_path / "study/search", cfg=cfg, space=Space([]), fraction=0.25)
+    ray_trial({}, search, here=str(tmp_path), resumed=False)
+    folder = output_dir(search.folder, "abc_00001")
     calls = read_calls(folder)
     assert (folder / "model_best.pth").exists() and bool(calls) == asked
     assert list(folder.glob("events.out.tfevents.*"))

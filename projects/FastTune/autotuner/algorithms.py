@@ -9,7 +9,7 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 from autotuner.space import Space
 from autotuner.trial import read_reports, run_dir
 from autotuner.tune_hooks import ROUND
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import optional_package
 
 # Algorithm -> packages besides Ray, the extra that installs them, and a note for the error message.
 _PACKAGES = {
@@ -109,36 +109,18 @@ def search_algorithm(algorithm: str, *, trials: int, seed: int, first: list[dict
     Raises:
         ConfigError: if a package of the algorithm is not installed.
     """
-    if algorithm in _PACKAGES:
-        check_installed(algorithm)
-    if algorithm == "hyperopt":
-        from ray.tune.search.hyperopt import HyperOptSearch
-
-        return HyperOptSearch(
-            n_initial_points=max(3, trials // 3), random_state_seed=seed, points_to_evaluate=first or None
-        )
-    if algorithm == "optuna":
-        from ray.tune.search.optuna import OptunaSearch
-
-        return OptunaSearch(seed=seed, points_to_evaluate=first or None)
-    if algorithm == "bohb":
-        from ray.tune.search.bohb import TuneBOHB
-
-        return TuneBOHB(seed=seed, points_to_evaluate=first or None)
-    return BasicVariantGenerator(random_state=seed, points_to_evaluate=first or None)
-
-
-def check_installed(algorithm: str) -> None:
-    """Raise ConfigError if a package of the search algorithm cannot be imported."""
-    packages, extra, note = _PACKAGES.get(algorithm, ((), "", ""))
-    try:
+    if algorithm in ("random", "grid"):
+        return BasicVariantGenerator(random_state=seed, points_to_evaluate=first or None)
+    packages, extra, note = _PACKAGES[algorithm]
+    with optional_package(f"--srch-algo {algorithm} requires {' and '.join(packages)}", extra, note):
         for package in packages:
             __import__(package)
-    except ImportError as error:
-        raise ConfigError(
-            f"cannot import {' and '.join(packages)}, required by --srch-algo {algorithm}.\n"
-            f'  fix: pip install "fastamp[{extra}]"{note}'
-        ) from error
+    seeds = (
+        {"n_initial_points": max(3, trials // 3), "random_state_seed": seed}
+        if algorithm == "hyperopt"
+        else {"seed": seed}
+    )
+    return ray.tune.search.create_searcher(algorithm, points_to_evaluate=first or None, **seeds)
 
 
 def scheduler(name: str, *, rounds: int, space: Space, algorithm: str) -> Any:
@@ -180,16 +162,9 @@ def _mutations(space: Space) -> dict[str, Any]:
 
 def _clamp_fn(space: Space) -> Any:
     """Return a function that clamps a perturbed sample to the ranges of the space."""
-    bounds = {
-        key: parameter.values
-        for key, parameter in space.parameters.items()
-        if parameter.kind in ("uniform", "loguniform")
-    }
+    ranges = [parameter for parameter in space.parameters.values() if parameter.kind in ("uniform", "loguniform")]
 
     def clamp(sample: dict[str, Any]) -> dict[str, Any]:
-        return {
-            key: min(max(value, bounds[key][0]), bounds[key][1]) if key in bounds else value
-            for key, value in sample.items()
-        }
+        return sample | {parameter.key: parameter.encode(sample[parameter.key]) for parameter in ranges}
 
     return clamp

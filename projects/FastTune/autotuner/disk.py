@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from autotuner.search import Search
+from autotuner.settings import Search
 from fastamp.config import CfgNode
 from fastamp.modeling import build_model
 from fastamp.solver import build_optimizer

@@ -1,6 +1,5 @@
 """Comparison of the winner with the original recipe over several seeds."""
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +7,11 @@ from statistics import mean, stdev
 
 from tabulate import tabulate
 
-from autotuner.search import Outcome, Search, run_search
+from autotuner.search import Outcome, run_search
+from autotuner.settings import Search
 from autotuner.space import Parameter, Space
 from fastamp.config import CfgNode
-from fastamp.utils.errors import writing
+from fastamp.utils.files import write_csv
 
 METRICS = ("mAP", "Rank-1")
 
@@ -56,16 +56,14 @@ def write_final(results: Mapping[str, Sequence[Outcome]], path: Path) -> Path:
     """Write one row per training to a CSV file.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        WriteError: if the file cannot be written.
     """
-    with writing(path), path.open("w", newline="", encoding="utf-8") as file:
-        lines = csv.writer(file)
-        lines.writerow(["recipe", "seed", *METRICS, "failure"])
-        for name, outcomes in results.items():
-            for outcome in outcomes:
-                lines.writerow(
-                    [name, outcome.values["SEED"], *(outcome.metrics.get(key, "") for key in METRICS), outcome.failure]
-                )
+    rows = [
+        [name, outcome.values["SEED"], *(outcome.metrics.get(key, "") for key in METRICS), outcome.failure]
+        for name, outcomes in results.items()
+        for outcome in outcomes
+    ]
+    write_csv(path, [["recipe", "seed", *METRICS, "failure"], *rows])
     return path
 
 

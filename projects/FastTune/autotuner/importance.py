@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.stats import rankdata
 
 from autotuner.search import Outcome
 from autotuner.space import Parameter, Space
@@ -37,7 +38,7 @@ def importances(outcomes: Sequence[Outcome], space: Space) -> dict[str, float]:
     points = [
         (values, rank / len(pairs))
         for pairs in rounds
-        for (values, _), rank in zip(pairs, _ranks([score for _, score in pairs]), strict=True)
+        for (values, _), rank in zip(pairs, rankdata([score for _, score in pairs]), strict=True)
     ]
     if len(points) < _FEWEST:
         return {}
@@ -52,16 +53,8 @@ def importances(outcomes: Sequence[Outcome], space: Space) -> dict[str, float]:
 def _groups(values: Sequence[object], parameter: Parameter) -> list[object]:
     """Return the group of each value: for a choice, the value as text; for a range, the tercile among ``values``."""
     if parameter.kind == "choice":
-        return [repr(list(value) if isinstance(value, tuple) else value) for value in values]
-    ranks = _ranks(values)
-    return [int((rank - 0.5) * _BINS / len(values)) for rank in ranks]
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray:
-    """Return ranks starting at 1; ties get their mean rank."""
-    _, inverse, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[inverse]
+        return [repr(value) for value in values]
+    return [int((rank - 0.5) * _BINS / len(values)) for rank in rankdata(values)]
 
 
 def _explained(scores: np.ndarray, groups: Sequence[object]) -> float:

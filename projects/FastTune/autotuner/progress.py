@@ -11,7 +11,8 @@ import ray.tune
 from tabulate import tabulate
 
 from autotuner.results import short, short_keys, write_results
-from autotuner.search import EARLIER, Outcome, Search, best_first, outcome_of, prune_losers, read_outcomes
+from autotuner.search import Outcome, best_first, outcome_of, prune_losers, read_outcomes, winner_of
+from autotuner.settings import Search
 from autotuner.trial import run_dir
 from autotuner.tune_hooks import EPOCH
 from fastamp.utils.errors import UserError
@@ -97,16 +98,12 @@ class Progress(ray.tune.Callback):
         outcomes = best_first(
             replace(outcome, folder=run_dir(search_dir / outcome.name)) for outcome in self.ended.values()
         )
-        if self.search.scheduler != "pbt":  # other trials may continue from these checkpoints
+        if not self.search.is_population:  # other trials may continue from these checkpoints
             prune_losers(outcomes, self.search)
-        earlier = EARLIER.get(self.search.title)
+        if self.search.title == "refine":  # the trials of the first stage are part of the results
+            outcomes = best_first([*outcomes, *read_outcomes(folder / "search")])
         try:
-            write_results(
-                best_first([*outcomes, *(read_outcomes(folder / earlier) if earlier else [])]),
-                self.search.cfg,
-                self.search.space,
-                folder,
-            )
+            write_results(outcomes, self.search.cfg, self.search.space, folder)
         except UserError as error:
             logger.warning("%s", error)
 
@@ -123,15 +120,8 @@ class Progress(ray.tune.Callback):
         return {name: outcome for name, outcome in begun.items() if outcome.history or outcome.failure}
 
     def _summary(self, trials: Sequence[Any]) -> str:
-        parts = ["no score yet"]
-        scores = {
-            name: outcome.score
-            for name, outcome in self._outcomes(trials).items()
-            if outcome.score is not None and not outcome.failure
-        }
-        if scores:
-            name = max(scores, key=scores.__getitem__)
-            parts = [f"best so far {scores[name]:.2f} ({name})"]
+        best = winner_of(best_first(self._outcomes(trials).values()))
+        parts = [f"best so far {best.score:.2f} ({best.name.removeprefix('trial_')})" if best else "no score yet"]
         done = sum(self.done.values())
         if done > self.done_before:
             left = max(0.0, self.search.trials - done)

@@ -1,7 +1,5 @@
 """Result files of a search: the table of trials and the winner's config."""
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +8,7 @@ from tabulate import tabulate
 from autotuner.search import Outcome, winner_of
 from autotuner.space import Space
 from fastamp.config import CfgNode
-from fastamp.utils.errors import writing
-from fastamp.utils.files import write_atomically
+from fastamp.utils.files import write_atomically, write_csv
 
 _METRICS = ("mAP", "Rank-1", "skipped_steps", "peak_memory_mb", "images_per_second")
 
@@ -33,25 +30,21 @@ def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space, folde
     Raises:
         WriteError: if a file cannot be written.
     """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO(newline="")
-    lines = csv.writer(text)
-    lines.writerow(["stage", "trial", "score", *_METRICS, "epochs", *space.parameters, "failure"])
+    rows = [["stage", "trial", "score", *_METRICS, "epochs", *space.parameters, "failure"]]
     for outcome in outcomes:
         score = "" if outcome.score is None else outcome.score
         metrics = [outcome.metrics.get(name, "") for name in _METRICS]
         values = [outcome.values.get(key, "") for key in space.parameters]
-        lines.writerow([outcome.stage, outcome.name, score, *metrics, outcome.epochs, *values, outcome.failure])
-    content = {"trials.csv": text.getvalue()}
+        rows.append([outcome.stage, outcome.name, score, *metrics, outcome.epochs, *values, outcome.failure])
+    paths = [folder / "trials.csv"]
+    write_csv(paths[0], rows)
     winner = winner_of(list(outcomes))
     if winner:
         # A new training must not overwrite the files of the search.
         best = space.apply(cfg, winner.values).with_values({"OUTPUT_DIR": str(folder / "trained")})
-        content["best_config.yaml"] = best.saved_text()
-    for name, value in content.items():
-        write_atomically(folder / name, lambda file, value=value: file.write(value.encode()))
-    return [folder / name for name in content]
+        paths.append(folder / "best_config.yaml")
+        write_atomically(paths[1], lambda file: file.write(best.saved_text().encode()))
+    return paths
 
 
 def table(outcomes: Sequence[Outcome], space: Space, *, most: int = 10) -> str:

@@ -1,4 +1,4 @@
-"""Hyperparameter search on Ray Tune: settings, execution, and outcomes of the trials."""
+"""Hyperparameter search on Ray Tune: execution, and outcomes of the trials."""
 
 import json
 import logging
@@ -7,142 +7,17 @@ import random
 import signal
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from autotuner.space import Space
-from autotuner.trial import FAILURE, PARENT, TrialSettings, plain_values, prune, ray_trial, read_reports, run_dir
-from autotuner.tune_hooks import EPOCH, SCORE, VALUES, EvalRounds
-from fastamp.config import CfgNode
-from fastamp.utils.errors import ConfigError, writing
+from autotuner.settings import Search
+from autotuner.trial import FAILURE, PARENT, ray_trial, read_reports, run_dir
+from autotuner.tune_hooks import EPOCH, SCORE, VALUES
+from fastamp.utils.errors import ConfigError, optional_package, writing
 
-ALGORITHMS = ("hyperopt", "bohb", "optuna", "random")
-SCHEDULERS = ("asha", "hyperband", "pbt", "none")
-# Keys that may change when a run resumes from a checkpoint; all other keys must stay the same.
-MUTABLE = (
-    "SOLVER.BASE_LR",
-    "SOLVER.*_LR_FACTOR",
-    "SOLVER.WEIGHT_DECAY*",
-    "SOLVER.CLIP_GRADIENTS.CLIP_VALUE",
-    "MODEL.LOSSES.*.MARGIN",
-    "MODEL.LOSSES.*.SCALE",
-    "MODEL.LOSSES.*.EPSILON",
-    "INPUT.*.PROB",
-)
 _SETTINGS, _OUTCOMES = "search.json", "outcomes.json"
-EARLIER = {"refine": "search"}
-"""Title of a search -> folder of the preceding search, whose trials are part of the results."""
-
-
-def is_mutable(key: str) -> bool:
-    """Return True if the key can change during training."""
-    return any(fnmatchcase(key, pattern) for pattern in MUTABLE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """Settings of a search.
-
-    Attributes:
-        title: name of the search in messages and results.
-        folder: folder of the search. If the folder already contains a search, ``run_search`` can only resume it.
-        cfg: base config of the trials.
-        space: search space.
-        algorithm: one of ``ALGORITHMS``, or ``"grid"`` (each combination of choices once). Default ``"hyperopt"``.
-        scheduler: one of ``SCHEDULERS``. ``"pbt"`` (population based training, Jaderberg et al. 2017,
-            arXiv:1711.09846) does not stop trials with low scores; they continue from checkpoints of better trials with
-            perturbed values. The initial values are sampled at random, and only keys in ``MUTABLE`` can be searched.
-            Default ``"asha"``.
-        trials: number of trials. Default 20.
-        trials_flag: command-line flag that sets ``trials``, for messages. Default ``"--num-trials"``.
-        with_recipe: use the values of the recipe in the first trial, so that the winner is at least as good as the
-            recipe. Default True.
-        seed: seed of the sampling and of the validation split. Default 0.
-        fraction: fraction of the training identities to hold out for validation, in 0..1. With 0, trials are
-            evaluated on ``DATASETS.TESTS``. Default 0.2.
-        grace_epochs: number of epochs during which no trial is stopped. Default 0.
-        cpus, gpus: resources per trial; a fractional GPU is shared. Default 1 and 0.
-        max_concurrent: maximum number of concurrent trials; 0 for as many as fit. Default 0.
-        max_failures: maximum number of restarts of a crashed trial. Default 0.
-        plugin: Python file that registers custom components; "" for none.
-
-    Raises:
-        ConfigError: if the algorithm and the scheduler are incompatible, or the scheduler is ``"pbt"`` and the space
-            contains keys that cannot change during training.
-    """
-
-    title: str
-    folder: Path
-    cfg: CfgNode
-    space: Space
-    algorithm: str = "hyperopt"
-    scheduler: str = "asha"
-    trials: int = 20
-    trials_flag: str = "--num-trials"
-    with_recipe: bool = True
-    seed: int = 0
-    fraction: float = 0.2
-    grace_epochs: int = 0
-    cpus: float = 1
-    gpus: float = 0
-    max_concurrent: int = 0
-    max_failures: int = 0
-    plugin: str = ""
-
-    def __post_init__(self) -> None:
-        if self.algorithm == "bohb" and self.scheduler != "hyperband":
-            raise ConfigError(
-                f"--srch-algo bohb requires --scheduler hyperband, got --scheduler {self.scheduler}.\n"
-                "  fix: remove --scheduler, or choose another --srch-algo"
-            )
-        if self.scheduler != "pbt":
-            return
-        if self.algorithm != "random":
-            raise ConfigError(
-                f"--scheduler pbt samples values itself, so --srch-algo {self.algorithm} has no effect.\n"
-                "  fix: remove --srch-algo"
-            )
-        fixed = [key for key in self.space.parameters if not is_mutable(key)]
-        if fixed:
-            raise ConfigError(
-                f"--scheduler pbt changes values during training; {', '.join(fixed)} must stay constant.\n"
-                f"  fix: search only {', '.join(MUTABLE)}, or choose another --scheduler"
-            )
-
-    @property
-    def rounds(self) -> EvalRounds:
-        """Evaluations that count for the scheduler."""
-        epochs = self.cfg.SOLVER.MAX_EPOCH
-        return EvalRounds(min(self.cfg.TEST.EVAL_PERIOD, epochs), epochs, self.grace_epochs)
-
-    def first(self) -> list[dict[str, Any]]:
-        """Return ``[sample]`` with the recipe's values; [] if ``with_recipe`` is False or a value is not a choice."""
-        sample = self.space.sample_of(self.cfg) if self.with_recipe else None
-        return [] if sample is None else [sample]
-
-    def description(self) -> dict[str, Any]:
-        """Return the settings that must not change on resume, keyed by flag or config key."""
-        space = {
-            parameter.key: {parameter.kind: list(parameter.values)} for parameter in self.space.parameters.values()
-        }
-        config = {key.path: value for key, value in self.cfg.keys_below() if key.path != "OUTPUT_DIR"}
-        facts = {
-            "--srch-algo": self.algorithm,
-            "--scheduler": self.scheduler,
-            self.trials_flag: self.trials,
-            "--seed": self.seed,
-            "TUNE.VAL_FRACTION": self.fraction,
-            "--cpus-per-trial": self.cpus,
-            "--gpus-per-trial": self.gpus,
-            "--max-concurrent": self.max_concurrent,
-            "--max-failures": self.max_failures,
-            "--plugin": self.plugin,
-            "--space": space,
-        }
-        return json.loads(json.dumps(facts | config, default=dict))
 
 
 @dataclass(frozen=True)
@@ -178,17 +53,12 @@ class Outcome:
     parents: list[tuple[int, str]] = field(default_factory=list)
 
 
-def threads_of(cpus: float) -> int:
-    """Return the number of threads for a trial with ``cpus`` CPUs, at least 1."""
-    return max(1, int(cpus))
-
-
-def start_ray(*, address: str, cpus: float, gpus: float) -> None:
+def start_ray(search: Search, *, address: str) -> None:
     """Start Ray on this machine or connect to a cluster, unless Ray is already initialized.
 
     Args:
+        search: settings of the search.
         address: address of a running cluster; ``"auto"`` for the cluster of this machine; empty to start Ray locally.
-        cpus, gpus: resources per trial.
 
     Raises:
         ConfigError: if Ray is not installed, the cluster is not reachable, or it has too few resources for one trial.
@@ -203,17 +73,13 @@ def start_ray(*, address: str, cpus: float, gpus: float) -> None:
         ("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0"),
     ):
         os.environ.setdefault(name, value)
-    try:
+    with optional_package("FastTune requires Ray", "tune"):
         import ray
-    except ImportError as error:
-        raise ConfigError(
-            'Ray is not installed, but FastTune requires it.\n  fix: pip install "fastamp[tune]"'
-        ) from error
     if not ray.is_initialized():
         here = Path(__file__).resolve().parent
         roots = {name: os.environ[name] for name in ("FASTAMP_DATASETS", "FASTREID_DATASETS") if name in os.environ}
         # The number of threads of a trial does not depend on OMP_NUM_THREADS of this process.
-        threads = {"OMP_NUM_THREADS": str(threads_of(cpus))}
+        threads = {"OMP_NUM_THREADS": str(search.threads)}
         environment = {"env_vars": roots | threads, "py_modules": [str(here)]}
         # Ray's processes inherit the signal mask. Otherwise a SIGTERM to the process group would end them, and with
         # them this process, before it prints how to resume.
@@ -234,19 +100,12 @@ def start_ray(*, address: str, cpus: float, gpus: float) -> None:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     available = ray.cluster_resources()
-    for flag, asked, kind in (("--cpus-per-trial", cpus, "CPU"), ("--gpus-per-trial", gpus, "GPU")):
+    for flag, asked, kind in (("--cpus-per-trial", search.cpus, "CPU"), ("--gpus-per-trial", search.gpus, "GPU")):
         if asked > available.get(kind, 0):
             raise ConfigError(
                 f"{flag} is {asked:g}, but Ray has {available.get(kind, 0):g} {kind}s, so no trial can start.\n"
                 f"  fix: lower {flag}, or add machines to the cluster"
             )
-
-
-def shut_down_ray() -> None:
-    """Shut down the local Ray instance, or disconnect from the cluster."""
-    import ray
-
-    ray.shutdown()
 
 
 def concurrent_trials(search: Search) -> int:
@@ -277,28 +136,19 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
     began = _check_folder(search, resume=resume)
     if (search.folder / _OUTCOMES).is_file():
         return read_outcomes(search.folder)
-    settings = TrialSettings(
-        config=search.cfg.dump(),
-        space=search.space,
-        rounds=search.rounds,
-        fraction=search.fraction,
-        seed=search.seed,
-        plugin=search.plugin,
-        here=os.getcwd(),
-        folder=str(search.folder),
-        population=search.scheduler == "pbt",
-        resumed=began and search.scheduler != "pbt",  # a PBT trial may continue from another trial instead
-        threads=threads_of(search.cpus),
-    )
+    # A PBT trial may continue from another trial instead.
+    parameters = {"search": search, "here": os.getcwd(), "resumed": began and not search.is_population}
     trainable = tune.with_resources(
-        tune.with_parameters(ray_trial, settings=settings), {"cpu": search.cpus, "gpu": search.gpus}
+        tune.with_parameters(ray_trial, **parameters), {"cpu": search.cpus, "gpu": search.gpus}
     )
     random.seed(search.seed)  # PBT samples from the global generators
     np.random.seed(search.seed)
     tuner = tune.Tuner.restore(str(search.folder), trainable) if began else _new_tuner(search, trainable)
     results = tuner.fit()
     outcomes = best_first(outcome_of(Path(result.path), result.config, result.error, search) for result in results)
-    _write_outcomes(search.folder, outcomes)
+    with writing(search.folder):
+        rows = [asdict(outcome) for outcome in outcomes]
+        (search.folder / _OUTCOMES).write_text(json.dumps(rows, default=str, indent=1), encoding="utf-8")
     prune_losers(outcomes, search)
     return outcomes
 
@@ -312,7 +162,10 @@ def prune_losers(outcomes: list[Outcome], search: Search) -> None:
     """
     winner = winner_of(outcomes)
     for outcome in outcomes:
-        prune(outcome.folder, keep_best=outcome is winner or not search.fraction)
+        keeps_best = outcome is winner or not search.fraction
+        for file in outcome.folder.glob("model_*.pth"):
+            if not (keeps_best and file.name == "model_best.pth"):
+                file.unlink(missing_ok=True)
 
 
 def _new_tuner(search: Search, trainable: Any) -> Any:
@@ -401,8 +254,6 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
         for name in before | facts
         if before.get(name) != facts.get(name)
     ]
-    if before.get(search.trials_flag) != search.trials:
-        changed = changed[[search.trials_flag in flags for flags in changed].index(True) :][:1]
     if changed:
         raise ConfigError(
             f"cannot resume the search in {search.folder} with other settings: {'; '.join(changed)}.\n"
@@ -432,12 +283,11 @@ def outcome_of(path: Path, sample: dict[str, Any] | None, error: Exception | Non
     if error is not None:
         failure = str(error).strip().splitlines()[-1]
     values = search.space.decoded(sample or {})
-    if rows and rows[-1][VALUES] != plain_values(values):
-        # PBT copied a finished trial and perturbed the values, and no epoch was left to train.
-        values = _with_tuples(rows[-1][VALUES])
+    if rows:  # PBT may have copied a finished trial and perturbed the values, with no epoch left to train
+        values = rows[-1][VALUES]
     evaluated = [row for row in rows if FAILURE not in row]
     # If the values changed during the trial, only evaluations with the last values count.
-    reports = [row for row in evaluated if row[VALUES] == plain_values(values)]
+    reports = [row for row in evaluated if row[VALUES] == values]
     metrics = {}
     if reports:
         best = max(reports, key=lambda row: row[SCORE])
@@ -464,31 +314,10 @@ def outcome_of(path: Path, sample: dict[str, Any] | None, error: Exception | Non
     )
 
 
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """Restore tuples, which JSON stores as lists."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-
-
-def _write_outcomes(folder: Path, outcomes: list[Outcome]) -> None:
-    rows = [asdict(outcome) | {"folder": str(outcome.folder)} for outcome in outcomes]
-    with writing(folder):
-        (folder / _OUTCOMES).write_text(json.dumps(rows, indent=1), encoding="utf-8")
-
-
 def read_outcomes(folder: Path) -> list[Outcome]:
     """Read the outcomes of a finished search; [] if the folder contains no finished search."""
     if not (folder / _OUTCOMES).is_file():
         return []
     rows = json.loads((folder / _OUTCOMES).read_text(encoding="utf-8"))
-    return [
-        Outcome(
-            **row
-            | {
-                "folder": run_dir(folder / row["name"]),  # not the recorded path: the folder may have been moved
-                "history": [tuple(point) for point in row["history"]],
-                "parents": [tuple(parent) for parent in row.get("parents", [])],
-                "values": _with_tuples(row["values"]),
-            }
-        )
-        for row in rows
-    ]
+    # Not the recorded path: the folder may have been moved.
+    return [Outcome(**row | {"folder": run_dir(folder / row["name"])}) for row in rows]

@@ -317,7 +317,7 @@ def _values(kind: str, values: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(values, list) or not values:
         raise _values_error(where, kind, "at least one value", values)
     if kind == "choice":
-        return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+        return tuple(values)
     if len(values) != _BOUNDS[kind]:
         form = "low, high and step" if _BOUNDS[kind] == 3 else "low and high"
         raise _values_error(where, kind, form, values)

@@ -4,17 +4,16 @@ import gc
 import json
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autotuner.space import Space
+from autotuner.settings import Search
 from autotuner.split import register_split
-from autotuner.tune_hooks import EPOCH, ROUND, SCORE, VALUES, EvalRounds, Report, TuneReportHook, checkpoints
+from autotuner.tune_hooks import EPOCH, ROUND, SCORE, VALUES, Report, TuneReportHook, checkpoints
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.config import CfgNode, get_cfg, load_plugin
+from fastamp.config import CfgNode, get_cfg
 from fastamp.engine import DefaultTrainer, HookBase, default_setup
 from fastamp.engine.hooks import PeriodicCheckpointer
 from fastamp.engine.loggers import in_group, without_trackers
@@ -24,39 +23,6 @@ from fastamp.utils.errors import UserError
 
 PARENT, FAILURE = "parent", "failure"
 _REPORTS, _LAST_REPORT = "reports.jsonl", "report.json"
-
-
-@dataclass(frozen=True)
-class TrialSettings:
-    """Settings that all trials of a search share; they are sent to Ray's processes.
-
-    Attributes:
-        config: base config as YAML.
-        space: search space.
-        rounds: see ``EvalRounds``.
-        fraction: fraction of the training identities to hold out for validation, in 0..1. With 0, trials train on all
-            identities and are evaluated on DATASETS.TESTS.
-        seed: seed of the validation split.
-        plugin: Python file that registers custom components; "" for none.
-        here: working directory, to which relative paths refer.
-        folder: folder of the search.
-        population: True if trials continue from checkpoints of other trials, as in population based training.
-        resumed: True if a trial may have been killed in an earlier run of the search; it then continues from its own
-            last checkpoint, which may be newer than the one that Ray recorded.
-        threads: number of threads per trial.
-    """
-
-    config: str
-    space: Space
-    rounds: EvalRounds
-    fraction: float
-    seed: int
-    plugin: str
-    here: str
-    folder: str
-    population: bool
-    resumed: bool
-    threads: int
 
 
 class TrialTrainer(DefaultTrainer):
@@ -124,40 +90,43 @@ def run_trial(
     return ""
 
 
-def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
-    """Run one trial in a Ray process, which may be reused for several trials."""
+def ray_trial(sample: dict[str, Any], search: Search, here: str, resumed: bool) -> None:
+    """Run one trial in a Ray process, which may be reused for several trials.
+
+    Args:
+        sample: sample of the search space.
+        search: settings of the search.
+        here: working directory, to which relative paths refer.
+        resumed: True if the trial may have been killed in an earlier run of the search; it then continues from its own
+            last checkpoint, which may be newer than the one that Ray recorded.
+    """
     from ray import tune
 
-    os.chdir(settings.here)
-    torch.set_num_threads(settings.threads)
+    os.chdir(here)
+    torch.set_num_threads(search.threads)
     _free_memory()
-    cfg = get_cfg()
-    if settings.plugin:
-        load_plugin(settings.plugin, cfg)
-    cfg.merge_saved(settings.config)
+    get_cfg(search.plugin)  # registers the custom components
     trial = tune.get_context().get_trial_id()
-    recipe = settings.space.apply(cfg, settings.space.decoded(sample))
-    recipe = recipe.with_values({"OUTPUT_DIR": str(output_dir(settings.folder, trial))})
-    group = Path(settings.folder).parent
-    cfg = in_group(recipe, group, trial) if recipe.TRACKING.TRIALS else without_trackers(recipe)
-    if settings.fraction:
-        train, validation = register_split(recipe, settings.fraction, settings.seed)
+    values = search.space.decoded(sample)
+    recipe = search.space.apply(search.cfg, values).with_values({"OUTPUT_DIR": str(output_dir(search.folder, trial))})
+    cfg = in_group(recipe, search.folder.parent, trial) if recipe.TRACKING.TRIALS else without_trackers(recipe)
+    if search.fraction:
+        train, validation = register_split(recipe, search.fraction, search.seed)
         cfg = cfg.with_values(
             {"DATASETS.NAMES": (train,), "DATASETS.TESTS": (validation,), "MODEL.HEADS.NUM_CLASSES": 0}
         )
 
-    values = plain_values(settings.space.decoded(sample))
-    start = _start(settings, cfg.OUTPUT_DIR)
-    if start and settings.resumed:
+    start = _start(search, cfg.OUTPUT_DIR, resumed=resumed)
+    if start and resumed:
         _report_to_ray(start)
-    if start and (start[EPOCH] >= settings.rounds.epochs or not start["file"]):
+    if start and (start[EPOCH] >= search.rounds.epochs or not start["file"]):
         return  # killed after its last evaluation, or a copy of a finished trial: no epoch is left to train
     parent = {}
     if start and start.get("trial", trial) != trial:
         parent = {PARENT: [start[EPOCH], start["trial"]]}
 
     def report(metrics: dict[str, Any], file: Path) -> None:
-        metrics = metrics | {ROUND: settings.rounds.at(metrics[EPOCH]), VALUES: values, "trial": trial, **parent}
+        metrics = metrics | {ROUND: search.rounds.at(metrics[EPOCH]), VALUES: values, "trial": trial, **parent}
         parent.clear()
         _append_report(metrics, cfg.OUTPUT_DIR)
         _report_to_ray(metrics | {"file": str(file)})
@@ -169,16 +138,16 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
         with_other_values=bool(start) and start[VALUES] != values,
         recipe=recipe,
         # Other trials may still start from the previous checkpoint while this trial continues.
-        keep=2 if settings.population else 1,
+        keep=2 if search.is_population else 1,
     )
     if failure:
-        metrics = {SCORE: 0.0, EPOCH: settings.rounds.epochs, ROUND: settings.rounds.total, FAILURE: failure}
+        metrics = {SCORE: 0.0, EPOCH: search.rounds.epochs, ROUND: search.rounds.total, FAILURE: failure}
         _append_report(metrics | {VALUES: values, "trial": trial}, cfg.OUTPUT_DIR)
-        if not settings.population:
+        if not search.is_population:
             tune.report(metrics)
 
 
-def _start(settings: TrialSettings, folder: str) -> dict[str, Any] | None:
+def _start(search: Search, folder: str, *, resumed: bool) -> dict[str, Any] | None:
     """Return the report with the checkpoint from which the trial continues; None to start from the beginning.
 
     The entry ``file`` of the report is the checkpoint. It is empty if the trial has finished and lost: the checkpoint
@@ -189,22 +158,17 @@ def _start(settings: TrialSettings, folder: str) -> dict[str, Any] | None:
     rows = [row for row in read_reports(folder) if FAILURE not in row]
     files = checkpoints(folder)
     latest = rows[-1] | {"file": str(files[-1]) if files else ""} if rows else None
-    if settings.resumed and latest:
+    if resumed and latest:
         return latest
     checkpoint = tune.get_checkpoint()
     if checkpoint is None:
         return None
     with checkpoint.as_directory() as content:
         recorded = json.loads((Path(content) / _LAST_REPORT).read_text(encoding="utf-8"))
-    if Path(recorded["file"]).is_file() or recorded[EPOCH] >= settings.rounds.epochs:
+    if Path(recorded["file"]).is_file() or recorded[EPOCH] >= search.rounds.epochs:
         return recorded
     # After a kill, Ray's records may be older than the remaining files.
     return latest if files else None
-
-
-def plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Convert values as a round trip through JSON does, e.g. tuples to lists."""
-    return json.loads(json.dumps(values))
 
 
 def _report_to_ray(metrics: dict[str, Any]) -> None:
@@ -233,13 +197,6 @@ def read_reports(output_dir: str | Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def prune(output_dir: str | Path, *, keep_best: bool) -> None:
-    """Delete the checkpoints of a finished trial, and its best weights unless ``keep_best``."""
-    for file in Path(output_dir).glob("model_*.pth"):
-        if not (keep_best and file.name == "model_best.pth"):
-            file.unlink(missing_ok=True)
 
 
 def _append_report(metrics: dict[str, Any], output_dir: str) -> None:
