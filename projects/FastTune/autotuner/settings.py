@@ -102,7 +102,7 @@ class Search:
 
     @property
     def is_population(self) -> bool:
-        """Whether trials continue from checkpoints of other trials."""
+        """True if trials continue from checkpoints of other trials."""
         return self.scheduler == "pbt"
 
     @property
