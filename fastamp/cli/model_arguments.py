@@ -62,7 +62,7 @@ def predictor_of(args: argparse.Namespace, key_values: Sequence[str] = ()) -> "P
     resolve_device(args.device, "--device")
     source = resolve_source(args.checkpoint)
     if source.kind != CONFIG and not args.plugin:
-        return Predictor(source.checkpoint, device=args.device, opts=opts)
+        return Predictor(source.path, device=args.device, opts=opts)
     cfg, _ = evaluation_config("", opts, plugin=args.plugin, source=args.checkpoint)
     return Predictor(cfg, device=args.device)
 

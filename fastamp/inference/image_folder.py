@@ -13,7 +13,7 @@ from fastamp.retrieval.columns import ImageColumns
 from fastamp.retrieval.features import Features
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.gallery import Gallery
-from fastamp.retrieval.model_id import check_same_model
+from fastamp.retrieval.model_id import ModelId, check_same_model
 from fastamp.retrieval.open_gallery import has_features, open_gallery
 from fastamp.utils.errors import ConfigError, DataError, WriteError, summarize_error
 from fastamp.utils.plural import plural
@@ -82,7 +82,8 @@ def _compute(folder: Path, files: list[str], model: "FeatureModel") -> Features:
     _warn_skipped([fault.partition("\n  fix:")[0].replace("\n  ", "; ") for fault in faults])
     unknown = np.full(len(readable), -1)
     images = ImageColumns(paths=np.array(readable), pids=unknown, camids=unknown)
-    return Features(folder, features.numpy(), images, model.model_id)
+    model_id = ModelId(features.shape[1], model.metric, model.config_hash, str(model.checkpoint))
+    return Features(folder, features.numpy(), images, model_id)
 
 
 def _is_current(folder: Path, files: list[str], out: Path, model: "FeatureModel") -> bool:

@@ -85,7 +85,6 @@ class Predictor(FeatureModel):
         loaded = load_model(checkpoint, device=device, opts=opts, plugin=plugin)
         self.checkpoint = expand(loaded.cfg.MODEL.WEIGHTS)
         self.cfg, self.model, self.policy, self.extra = loaded.cfg, loaded.model, loaded.policy, loaded.extra
-        _check_pairs(self.extra.get("pairs", {}), self.checkpoint)
         self.stored_calibration = read_calibration(self.extra, self.checkpoint)
         self.transforms, self.inputs = build_transforms(self.cfg, is_train=False), ModelInputs(self.cfg, self.model)
         self.metric, self.batch_size = str(self.cfg.TEST.METRIC), int(self.cfg.TEST.IMS_PER_BATCH)
@@ -109,8 +108,14 @@ class Predictor(FeatureModel):
 
     @property
     def pairs(self) -> tuple[str, PairScores | None]:
-        """Name of a dataset in the checkpoint, and scores of pairs of its images; "" and None if there are none."""
-        name, scores = next(iter(self.extra.get("pairs", {}).items()), ("", None))
+        """Name of a dataset in the checkpoint, and scores of pairs of its images; "" and None if there are none.
+
+        Raises:
+            WeightsError: if the pairs in the checkpoint are damaged.
+        """
+        found = self.extra.get("pairs", {})
+        _check_pairs(found, self.checkpoint)
+        name, scores = next(iter(found.items()), ("", None))
         return name, PairScores(**scores) if scores else None
 
     @property

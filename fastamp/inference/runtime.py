@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastamp.checkpoint.entries import damaged_entry_error
 from fastamp.data.decode import BIT_DEPTH, LARGEST_PIXELS
-from fastamp.data.transforms import Augmentation, Resize, Transforms
+from fastamp.data.transforms import Resize, Transforms
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY
@@ -68,14 +68,11 @@ class ExportedModel(FeatureModel):
         # With preprocessing inside, the file crops. Resizing images that already have the size does not change them.
         size, crop = self.metadata["resize"], self.metadata["center_crop"] if self._is_preprocessed else None
         crop = None if crop is None else (crop[0], crop[1])
-        augment = Augmentation(transforms=[], seed=0)
         self.transforms = Transforms(
             channels=self.metadata["channels"],
             max_pixels=LARGEST_PIXELS,
             bit_depth=self.metadata.get("bit_depth", BIT_DEPTH),
             resize=Resize(size=tuple(size), crop=crop, interpolation=self.metadata["interpolation"]),
-            augment_each=augment,
-            augment=augment,
             size_key="INPUT.SIZE_TEST",
         )
         self.metric = self.metadata["metric"]

@@ -76,4 +76,4 @@ def test_saved_index_is_used_without_rebuilding(tmp_path):
 def test_predictor_raises_if_checkpoint_entries_are_malformed(tmp_path, changes):
     torch.save(read_checkpoint(FILES / "model_final.pth") | changes, tmp_path / "changed.pth")
     with pytest.raises(WeightsError, match=rf"changed\.pth(.|\n)*{next(iter(changes))}"):
-        Predictor(tmp_path / "changed.pth", device="cpu")
+        _ = Predictor(tmp_path / "changed.pth", device="cpu").pairs

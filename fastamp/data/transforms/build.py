@@ -33,6 +33,8 @@ ORDER = (
 )
 """Config sections in INPUT, in the order in which their transforms are applied."""
 
+_NO_AUGMENTATION = Augmentation(transforms=(), seed=0)
+
 
 class Transforms(NamedTuple):
     """Steps from an image file to an augmented batch: reading, resizing, stacking and random transforms.
@@ -42,19 +44,19 @@ class Transforms(NamedTuple):
         max_pixels: maximum width x height of an image file; larger images are rejected.
         bit_depth: see ``read_image``.
         resize: resizes one image.
-        augment_each: transforms applied to each image before batching: if resized images have different sizes, all
-            transforms up to the first that returns images of a fixed size; otherwise none.
-        augment: all other transforms, applied to each batch.
         size_key: config key that sets the image size, named in error messages.
+        augment_each: transforms applied to each image before batching: if resized images have different sizes, all
+            transforms up to the first that returns images of a fixed size. Default: none.
+        augment: all other transforms, applied to each batch. Default: none.
     """
 
     channels: int
     max_pixels: int
     bit_depth: int
     resize: Resize
-    augment_each: Augmentation
-    augment: Augmentation
     size_key: str
+    augment_each: Augmentation = _NO_AUGMENTATION
+    augment: Augmentation = _NO_AUGMENTATION
 
     def read(self, path: str, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
         """Read an image, or only the region ``box``, and resize it; see ``read_image``.
@@ -131,9 +133,18 @@ def build_transforms(cfg: CfgNode, is_train: bool = True) -> Transforms:
         ConfigError: if the settings of a transform are inconsistent or conflict with INPUT.CHANNELS or the image size.
     """
     settings = cfg.INPUT
+    augment: dict[str, Augmentation] = {}
     if is_train:
         resize = Resize(size=tuple(settings.SIZE_TRAIN), interpolation=settings.INTERPOLATION)
-        augmentations = _train_augmentations(cfg)
+        transforms, size, first = _train_augmentations(cfg), resize.output_size, 0
+        for number, transform in enumerate(transforms, start=1):
+            if size is not None:
+                transform.check_size(size)
+                size = transform.output_size(size)
+            elif transform.size is not None:
+                size, first = transform.size, number
+        parts = {"augment_each": transforms[:first], "augment": transforms[first:]}
+        augment = {name: Augmentation(transforms=part, seed=cfg.SEED) for name, part in parts.items()}
     else:
         interpolation = settings.INTERPOLATION_TEST
         if interpolation == "same":
@@ -148,22 +159,13 @@ def build_transforms(cfg: CfgNode, is_train: bool = True) -> Transforms:
                 resize.crop,
                 resize.size,
             )
-        augmentations = []
-    size, first = resize.output_size, 0
-    for number, transform in enumerate(augmentations, start=1):
-        if size is not None:
-            transform.check_size(size)
-            size = transform.output_size(size)
-        elif transform.size is not None:
-            size, first = transform.size, number
     return Transforms(
         channels=settings.CHANNELS,
         max_pixels=settings.MAX_PIXELS,
         bit_depth=settings.BIT_DEPTH,
         resize=resize,
-        augment_each=Augmentation(transforms=augmentations[:first], seed=cfg.SEED),
-        augment=Augmentation(transforms=augmentations[first:], seed=cfg.SEED),
         size_key="INPUT.SIZE_TRAIN" if is_train else "INPUT.SIZE_TEST",
+        **augment,
     )
 
 

@@ -77,7 +77,7 @@ def build_model(cfg: CfgNode) -> nn.Module:
         )
     if cfg.MODEL.HEADS.PFC.ENABLED and cfg.MODEL.HEADS.NUM_CLASSES:
         _check_partial_fc(cfg, model)
-    if isinstance(model, ImageModel):
+    if cfg.MODEL.HEADS.NUM_CLASSES and isinstance(model, ImageModel):
         model.set_label_range(cfg.MODEL.HEADS.NUM_CLASSES, cfg.DATASETS.NAMES)
     if cfg.MODEL.COMPILE != "off":
         compile_parts(model, model.trunks, cfg.MODEL.COMPILE)
