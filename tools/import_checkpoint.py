@@ -4,9 +4,6 @@
 import sys
 
 from fastamp.cli import run_command
-from fastamp.inference.import_checkpoint import import_checkpoint, prefix_hint, weights_below, write_model
-
-__all__ = ["cli", "import_checkpoint", "prefix_hint", "weights_below", "write_model"]
 
 
 def cli(argv: list[str] | None = None) -> int:

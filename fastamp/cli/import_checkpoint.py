@@ -16,7 +16,6 @@ examples:
 """
 
 import argparse
-import logging
 
 from fastamp.cli.options import add_key_values, add_plugin_argument
 
@@ -37,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.utils.logger import setup_logger
 
     setup_logger()
-    logging.getLogger("fastamp.checkpoint.load_state").setLevel(logging.WARNING)  # write_model prints the report
     import_checkpoint(
         args.source, args.target, config_file=args.config_file, opts=args.opts, plugin=args.plugin, prefix=args.prefix
     )

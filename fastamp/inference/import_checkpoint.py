@@ -1,28 +1,28 @@
 """Conversion of weights files of FastReID, torchreid or TransReID to fastamp checkpoints."""
 
 import contextlib
-from pathlib import Path
+import shlex
 from typing import Any
 
-import torch
+from torch import nn
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.load_state import classifiers, convert_state_dict, examples, load_model_state
 from fastamp.checkpoint.weights_file import check_output, read_checkpoint, state_dict_in, tensors_by_path
 from fastamp.config import CfgNode, read_config
 from fastamp.config.projects import project_pairs
+from fastamp.contracts import State
 from fastamp.modeling import build_model
 from fastamp.modeling.infer_config import backbone_prefixes, infer_config, interpolation_keys
 from fastamp.utils.errors import WeightsError, did_you_mean, writing
 from fastamp.utils.files import expand
 from fastamp.utils.plural import plural
-from fastamp.utils.terminal_text import sanitize_terminal_text
 
 
 def import_checkpoint(
     source: str, target: str, *, config_file: str, opts: list[str], plugin: str, prefix: str = ""
 ) -> None:
-    """Convert ``source``, print a report, and write ``target``.
+    """Convert ``source``, log a report, and write ``target``.
 
     Args:
         source: weights file.
@@ -43,23 +43,19 @@ def import_checkpoint(
     content = read_checkpoint(source)
     try:
         state = weights_below(content, prefix, source, defaults)
-        write_model(
-            state,
-            source,
-            out,
-            config_file=config_file,
-            opts=opts,
-            plugin=plugin,
-            content=content,
-        )
+        inferred = [] if config_file else inferred_pairs(state, source, defaults)
+        # Download nothing: the weights come from IN.
+        fixed = ["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.BACKBONE.PRETRAIN_PATH", ""]
+        cfg = read_config(config_file, ["MODEL.DEVICE", "cpu", *inferred, *opts, *fixed], plugin=plugin)
+        model, cfg = load_imported(cfg, state, source, content)
     except WeightsError as error:
-        hint = "" if prefix else prefix_hint(content, defaults)
-        if not hint:
-            raise
-        raise WeightsError(f"{error}\n{hint}") from error
+        raise WeightsError(f"{error}{'' if prefix else prefix_hint(content, defaults)}") from error
+    with writing(out):
+        Checkpointer(model, out.parent).save(out.stem, tag=False, config=cfg.dump())
+    print(f"wrote {out}")
 
 
-def weights_below(content: Any, prefix: str, source: str, defaults: CfgNode) -> dict[str, torch.Tensor]:
+def weights_below(content: Any, prefix: str, source: str, defaults: CfgNode) -> State:
     """Return the state dict of a file, or the tensors below ``prefix`` with the prefix removed.
 
     Raises:
@@ -85,47 +81,44 @@ def prefix_hint(content: Any, defaults: CfgNode) -> str:
     with contextlib.suppress(WeightsError):
         if not backbone_prefixes(state_dict_in(content, ""), defaults).keys().isdisjoint(("", "backbone.", "base.")):
             return ""  # already searched without --prefix
-    prefixes = {
-        prefix: name for prefix, name in backbone_prefixes(tensors_by_path(content), defaults).items() if prefix
-    }
+    prefixes = backbone_prefixes(tensors_by_path(content), defaults)
+    prefixes.pop("", None)
     if not prefixes:
         return ""
     lines = [f"    --prefix {prefix}   ({name})" for prefix, name in prefixes.items()]
-    text = "  fix: select a backbone in this file by its prefix; add one of:\n" + "\n".join(lines[:8])
+    text = "\n  fix: select a backbone in this file by its prefix; add one of:\n" + "\n".join(lines[:8])
     if any("CLIP" in name for name in prefixes.values()):
         text += "\n  note: the layers of CLIP's vision transformers differ from build_vit_backbone; use a timm backbone"
     return text
 
 
-def write_model(
-    state: dict[str, torch.Tensor],
-    source: str,
-    out: Path,
-    *,
-    config_file: str,
-    opts: list[str],
-    plugin: str,
-    content: Any,
-) -> None:
-    """Load ``state`` into the configured or inferred model, print the report, and write ``out``.
+def inferred_pairs(state: State, source: str, defaults: CfgNode) -> list[str]:
+    """Infer the config of ``state``, print it, and return it as KEY VALUE pairs."""
+    pairs = [word for pair in infer_config(state, source, defaults).items() for word in pair]
+    print("inferred config:", shlex.join(pairs))
+    print(
+        "keys that cannot be inferred; they keep their defaults unless set by KEY VALUE: MODEL.BACKBONE.STEM_POOL, "
+        "LAST_STRIDE, SIE_VIEWS (SIE_CAMERAS is set to the total number of embeddings); MODEL.HEADS.CLS_LAYER, "
+        "SCALE, MARGIN, JPM.SHIFT, POOL_LAYER if it has no weights; MODEL.PIXEL_MEAN, PIXEL_STD"
+    )
+    return pairs
 
-    ``content`` is the content of the file ``source``.
+
+def load_imported(cfg: CfgNode, state: State, source: str, content: Any) -> tuple[nn.Module, CfgNode]:
+    """Build the model of a config, and load ``state`` into it, which logs a report.
+
+    Args:
+        cfg: config of the model.
+        state: state dict.
+        source: the file, for messages.
+        content: content of the file.
+
+    Returns:
+        The model, and its config with the number of classes.
+
+    Raises:
+        WeightsError: if the weights do not match the model, or are not finite.
     """
-    if not config_file:
-        keys = infer_config(state, source, read_config("", project_pairs(opts), plugin=plugin))
-        print(
-            "inferred config:",
-            *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()),
-        )
-        print(
-            "keys that cannot be inferred; they keep their defaults unless set by KEY VALUE: MODEL.BACKBONE.STEM_POOL, "
-            "LAST_STRIDE, SIE_VIEWS (SIE_CAMERAS is set to the total number of embeddings); MODEL.HEADS.CLS_LAYER, "
-            "SCALE, MARGIN, JPM.SHIFT, POOL_LAYER if it has no weights; MODEL.PIXEL_MEAN, PIXEL_STD"
-        )
-        opts = [*(element for pair in keys.items() for element in pair), *opts]
-    # Download nothing: the weights come from IN.
-    opts = ["MODEL.DEVICE", "cpu", *opts, "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.BACKBONE.PRETRAIN_PATH", ""]
-    cfg = read_config(config_file, opts, plugin=plugin)
     if cfg.MODEL.META_ARCHITECTURE == "Distiller":  # the student is a Baseline; the teachers' files may be missing
         cfg = cfg.with_values({"MODEL.META_ARCHITECTURE": "Baseline"})
     model = build_model(cfg)
@@ -135,7 +128,7 @@ def write_model(
         if counts:
             cfg = cfg.with_values({"MODEL.HEADS.NUM_CLASSES": counts[0]})
             model = build_model(cfg)
-    report = load_model_state(
+    load_model_state(
         model,
         state,
         source=source,
@@ -143,7 +136,6 @@ def write_model(
         content=content,
         allow_missing=cfg.MODEL.WEIGHTS_ALLOW_MISSING,
     )
-    print(sanitize_terminal_text(str(report)))
     used = cfg.INPUT.INTERPOLATION if cfg.INPUT.INTERPOLATION_TEST == "same" else cfg.INPUT.INTERPOLATION_TEST
     for key, value in interpolation_keys(state).items():
         if used != value:
@@ -154,7 +146,4 @@ def write_model(
             f"{source}: non-finite values{examples(bad)} in {plural(len(bad), 'tensor')}; nothing was written.\n"
             "  fix: use a checkpoint from before the training diverged"
         )
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        Checkpointer(model, out.parent).save(out.stem, tag=False, config=cfg.dump())
-    print(f"wrote {out}")
+    return model, cfg

@@ -137,9 +137,9 @@ def package(
     else:
         evaluation = _read_evaluation(expand(metrics), checkpoint, cfg, plugin) | {"weights": content[STRIPPED]}
     config, public = _public_config(cfg), get_cfg(plugin)
-    public.merge_from_other_cfg(config)
+    public.merge_saved(config)
     content = {name: value if name == "model" else _public(value) for name, value in content.items()}
-    content |= {"config": yaml.safe_dump(config), "evaluation": _public(evaluation)}
+    content |= {"config": config, "evaluation": _public(evaluation)}
     with writing(target), temporary_folder(target) as build:
         write_packaged_model(build, content)
         predictor = Predictor(build, device="cpu", opts=_FLOAT32, plugin=plugin)  # reads what was written
@@ -250,13 +250,12 @@ def _initial_weights(cfg: CfgNode) -> list[str]:
     return weights
 
 
-def _public_config(cfg: CfgNode) -> dict[str, Any]:
-    """Return a config with the defaults of the keys of the machine that trained, and shortened local paths."""
+def _public_config(cfg: CfgNode) -> str:
+    """Serialize a config with the defaults of the keys of the machine that trained, and shortened local paths."""
     keys = (key for key, _ in cfg.keys_below() if key.path in _MACHINE_KEYS or key.path.startswith("TRACKING."))
     values = parse_yaml(cfg.with_values({key.path: key.default for key in keys}).saved_text(), "config")
     del values[FOLDERS_KEY]
-    public: dict[str, Any] = _public(values)
-    return public
+    return yaml.safe_dump(_public(values))
 
 
 def _public(value: Any) -> Any:
