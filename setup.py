@@ -39,7 +39,7 @@ EXTRAS = {
     "wandb": ["wandb"],
     "mlflow": ["mlflow-skinny>=3"],
     "clearml": ["clearml"],
-    "serve": ["fastapi>=0.115", "uvicorn>=0.30", "python-multipart>=0.0.18", "prometheus-client>=0.20"],
+    "serve": ["fastapi>=0.116", "uvicorn>=0.30", "python-multipart>=0.0.18", "prometheus-client>=0.20"],
     "video": ["av"],
     "hub": ["huggingface_hub>=2", "safetensors"],
     "dev": [

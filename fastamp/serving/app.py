@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import fastamp
 from fastamp.serving import schemas
-from fastamp.serving.errors import RequestError, error_body, user_request_error
+from fastamp.serving.errors import RequestError, user_request_error
 from fastamp.serving.pages import add_pages
-from fastamp.serving.requests import check_access, limited
+from fastamp.serving.requests import check_access
 from fastamp.serving.routes import add_routes, route_class
 from fastamp.serving.service import Service
 from fastamp.utils.errors import UserError
@@ -40,6 +40,7 @@ _IMAGE_ERRORS = {
     "too_long": "wrong_count",
     "value_error": "not_a_file",
 }
+_ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 _METHODS = frozenset(("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"))
 _TRIM_SECONDS = 30
 _DRAIN_SECONDS = 5
@@ -82,13 +83,11 @@ def create_app(service: Service, *, api_key: str = "", local: bool = False, open
 
     @app.get("/health", response_model=schemas.Health, tags=["operation"], summary="Whether the service runs")
     async def health() -> Response:
-        stuck = service.is_stuck
-        body = {
-            "status": "stuck" if stuck else "ok",
-            "pending": service.batcher.pending,
-            "computing_seconds": round(service.computing_seconds, 3),
-        }
-        return JSONResponse(body, status_code=503 if stuck else 200)
+        seconds = service.computing_seconds
+        stuck = seconds > service.limits.answer_seconds  # requests do not wait that long for their answers
+        status, pending = "stuck" if stuck else "ok", service.batcher.pending
+        body = schemas.Health(status=status, computing_seconds=round(seconds, 3), pending=pending)
+        return JSONResponse(body.model_dump(), status_code=503 if stuck else 200)
 
     access = [] if open_metrics else [Depends(check)]
 
@@ -96,39 +95,32 @@ def create_app(service: Service, *, api_key: str = "", local: bool = False, open
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    _add_error_handlers(app)
+    for kind in (RequestError, UserError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
     app.add_middleware(_Outer, service=service)
     return app
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    """Answer all errors with a structured body; those that are bugs without details, which are logged."""
+async def _answer_error(_: Request, error: Exception) -> Response:
+    """Answer an error with a structured body; a bug, which is logged, without details."""
+    answer = _request_error(error)
+    headers = error.headers if isinstance(error, HTTPException) else _ERROR_HEADERS.get(answer.status)
+    return JSONResponse(answer.body(), status_code=answer.status, headers=headers)
 
-    @app.exception_handler(RequestError)
-    async def request_error(_: Request, error: RequestError) -> Response:
-        headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
-        return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
-    @app.exception_handler(UserError)
-    async def user_error(_: Request, error: UserError) -> Response:
-        return await request_error(_, user_request_error(error))
-
-    @app.exception_handler(RequestValidationError)
-    async def validation_error(_: Request, error: RequestValidationError) -> Response:
+def _request_error(error: Exception) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, UserError):
+        return user_request_error(error)
+    if isinstance(error, RequestValidationError):
         first = error.errors()[0]
-        place, kind = ".".join(map(str, first["loc"][1:])), first["type"]
-        code = _IMAGE_ERRORS.get(kind, "invalid_field") if place.startswith("images") else "invalid_field"
-        return await request_error(_, RequestError(422, code, f"{place}: {first['msg']}"[:300]))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> Response:
-        return JSONResponse(
-            error_body("http_error", str(error.detail)), status_code=error.status_code, headers=error.headers
-        )
-
-    @app.exception_handler(Exception)
-    async def bug(_: Request, error: Exception) -> Response:
-        return JSONResponse(error_body("internal_error", "internal error; see the log of the service"), status_code=500)
+        place = ".".join(map(str, first["loc"][1:]))
+        code = _IMAGE_ERRORS.get(first["type"]) if place.startswith("images") else None
+        return RequestError(422, code or "invalid_field", f"{place}: {first['msg']}"[:300])
+    if isinstance(error, HTTPException):
+        return RequestError(error.status_code, "http_error", str(error.detail))
+    return RequestError(500, "internal_error", "internal error; see the log of the service")
 
 
 async def _return_memory() -> None:
@@ -153,20 +145,40 @@ class _Outer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        service, start, status = self._service, time.perf_counter(), 500
-        headers = Headers(scope=scope)
-        more = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        limits, metrics, counts = self._service.limits, self._service.metrics, self._service.counts
+        start, status, received, held = time.perf_counter(), 500, 0, 0
+        headers, largest = Headers(scope=scope), limits.megabytes * 1e6
+        declared = headers.get("content-length", "0")
+        more = declared != "0" or "transfer-encoding" in headers
+        too_large = RequestError(
+            413, "request_too_large", f"the request has more than {limits.megabytes:g} MB", "send fewer images"
+        )
 
         async def receiving() -> Message:
-            nonlocal more
+            nonlocal more, received
             message = await receive()
             more = message["type"] == "http.request" and message.get("more_body", False)
+            received += len(message.get("body", b""))
+            return message
+
+        async def limited() -> Message:
+            nonlocal held
+            if declared.isdecimal() and int(declared) > largest:
+                raise too_large
+            message = await receiving()
+            counts["held"] += received - held
+            held = received
+            if received > largest:
+                raise too_large
+            if counts["held"] > limits.total_megabytes * 1e6:
+                text = f"the requests have more than {limits.total_megabytes:g} MB"
+                raise RequestError(429, "queue_full", text, "try again later")
             return message
 
         async def receive_rest() -> None:
-            received = 0
-            while more and received <= service.limits.megabytes * 1e6:
-                received += len((await receiving()).get("body", b""))
+            most = received + largest
+            while more and received <= most:
+                await receiving()
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -178,13 +190,15 @@ class _Outer:
                     await asyncio.wait_for(receive_rest(), _DRAIN_SECONDS)
             await send(message)
 
+        counts["received"] += 1
         try:
-            with service.answering() as hold:
-                await self._app(scope, limited(receiving, headers, service.limits, hold), noting)
+            await self._app(scope, limited, noting)
         except asyncio.CancelledError:  # the time to stop is over; the server would log a traceback
             pass
         finally:
+            counts["answered"] += 1
+            counts["held"] -= held
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in _METHODS else "other"
-            service.metrics.requests.labels(route, method, status).inc()
-            service.metrics.seconds.labels(route).observe(time.perf_counter() - start)
+            metrics.requests.labels(route, method, status).inc()
+            metrics.seconds.labels(route).observe(time.perf_counter() - start)

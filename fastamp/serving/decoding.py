@@ -45,8 +45,8 @@ class Decoding:
     transforms: Transforms
     pictures: bool
 
-    def __call__(self, content: bytes, name: str) -> tuple[Tensor, bytes]:
-        """Return the preprocessed image (C, H, W) uint8, and its picture or b"".
+    def __call__(self, content: bytes, name: str) -> tuple[Tensor, bytes | None]:
+        """Return the preprocessed image (C, H, W) uint8, and its picture.
 
         Raises:
             DataError: see ``decode_image``.
@@ -54,7 +54,7 @@ class Decoding:
         transforms, resize = self.transforms, self.transforms.resize
         limits: dict[str, Any] = {"max_pixels": transforms.max_pixels, "least_side": resize.least_side}
         pixels = decode_image(content, transforms.channels, name=name, bit_depth=transforms.bit_depth, **limits)
-        return resize(pixels), make_picture(pixels) if self.pictures else b""
+        return resize(pixels), make_picture(pixels) if self.pictures else None
 
 
 class Decoder:
@@ -89,19 +89,19 @@ class Decoder:
         for pool in (self._threads, self._callers):
             pool.shutdown(cancel_futures=True)
 
-    async def decode(self, content: bytes, name: str) -> tuple[Tensor, bytes]:
+    async def decode(self, content: bytes, name: str) -> tuple[Tensor, bytes | None]:
         """Decode an upload; see ``Decoding``.
 
         Raises:
             DataError: see ``Decoding``, or if it takes too long.
         """
-        function: Callable[[bytes, str], tuple[Tensor, bytes]]
+        function: Callable[[bytes, str], tuple[Tensor, bytes | None]]
         pool, function = (
             (self._threads, self._decoding) if is_usual(content) else (self._callers, self._decode_in_process)
         )
         return await asyncio.get_running_loop().run_in_executor(pool, function, content, name)
 
-    def _decode_in_process(self, content: bytes, name: str) -> tuple[Tensor, bytes]:
+    def _decode_in_process(self, content: bytes, name: str) -> tuple[Tensor, bytes | None]:
         """Decode an image in a process, which ends itself if that takes too long."""
         process = self._idle.get()
         try:
@@ -166,7 +166,7 @@ def _prepare(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
 
 
-def _decode(decoding: Decoding, seconds: float, content: bytes, name: str) -> tuple[np.ndarray, bytes]:
+def _decode(decoding: Decoding, seconds: float, content: bytes, name: str) -> tuple[np.ndarray, bytes | None]:
     """Decode an image; the timer ends the process, also while it is in a library."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:

@@ -22,12 +22,7 @@ class RequestError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the body of the answer."""
-        return error_body(self.code, self.message, self.fix)
-
-
-def error_body(code: str, message: str, fix: str = "") -> dict[str, Any]:
-    """Return the body of an answer with an error."""
-    return {"error": {"code": code, "message": message, "fix": fix}}
+        return {"error": {"code": self.code, "message": self.message, "fix": self.fix}}
 
 
 def user_request_error(error: UserError) -> RequestError:

@@ -57,7 +57,8 @@ def serve(
     server = Server(config)
 
     def print_answered() -> None:
-        print(f"stopped: answered {service.answered:,} of {service.received:,} requests", flush=True)
+        counts = service.counts
+        print(f"stopped: answered {counts['answered']:,} of {counts['received']:,} requests", flush=True)
 
     def end() -> None:
         print_answered()

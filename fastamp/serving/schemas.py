@@ -1,6 +1,6 @@
-"""Bodies of the answers, for validation and for the OpenAPI page."""
+"""Metadata in requests and bodies of the answers."""
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator
 
 
 class ErrorDetail(BaseModel):
@@ -41,11 +41,11 @@ class ItemIn(BaseModel):
     """Metadata of an item."""
 
     model_config = ConfigDict(extra="forbid")
-    id: str | None = Field(None, min_length=1, max_length=500, description="Default: a random id")
-    name: str | None = Field(None, max_length=500, description="Default: the name of the uploaded file")
-    identity: str = Field("", max_length=500)
-    camera: str = Field("", max_length=500)
-    time: str = Field("", max_length=50, description="ISO 8601, in UTC without an offset")
+    id: str | None = Field(default=None, min_length=1, max_length=500, description="Default: a random id")
+    name: str | None = Field(default=None, max_length=500, description="Default: the name of the uploaded file")
+    identity: str = Field(default="", max_length=500)
+    camera: str = Field(default="", max_length=500)
+    time: str = Field(default="", max_length=50, description="ISO 8601, in UTC without an offset")
 
     @field_validator("id")
     @classmethod
@@ -54,6 +54,10 @@ class ItemIn(BaseModel):
         if value is not None and {".", ".."} & set(value.split("/")):
             raise ValueError('"." and ".." cannot be segments of the address of an item')
         return value
+
+
+class ItemsIn(RootModel[list[ItemIn]]):
+    """Metadata of items, one per image."""
 
 
 class ItemOut(BaseModel):

@@ -3,18 +3,18 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from starlette.datastructures import UploadFile
 from torch import Tensor
 
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.predictor import Predictor
-from fastamp.inference.similarity import Comparison
 from fastamp.retrieval.gallery import Conditions
 from fastamp.retrieval.gallery_store import Item, parse_time
 from fastamp.retrieval.mutable_gallery import MutableGallery
@@ -24,8 +24,8 @@ from fastamp.serving.decoding import Decoder, Decoding
 from fastamp.serving.errors import RequestError, split_fix
 from fastamp.serving.metrics import Metrics
 from fastamp.serving.options import Limits
-from fastamp.serving.requests import Upload, in_time, too_slow
-from fastamp.serving.schemas import ItemIn, Score
+from fastamp.serving.requests import upload_name
+from fastamp.serving.schemas import ItemIn, Match, QueryResult, Score, Searched
 from fastamp.serving.traced import traced_features
 from fastamp.utils.errors import DataError
 
@@ -42,7 +42,7 @@ class Service:
         pictures: if True, store a small picture of each added image. Default: True.
 
     Attributes:
-        received, answered: numbers of requests.
+        counts: number of requests ``received`` and ``answered``, and bytes ``held`` of those that are not answered yet.
 
     Raises:
         ConfigError: if the model requires cameras, views or modalities.
@@ -73,18 +73,13 @@ class Service:
         self._gallery_thread = ThreadPoolExecutor(1, "gallery")
         self._gallery_call = 0.0  # start of the call that is running
         self._building: asyncio.Future[Any] | None = None
-        self.received = self.answered = self._held = 0
+        self.counts: Counter[str] = Counter()
 
     @property
     def computing_seconds(self) -> float:
         """Time since the start of the oldest batch, or call of the gallery, that is computed; 0 if there is none."""
         running = [*self.batcher.starts, self._gallery_call or time.monotonic()]
         return time.monotonic() - min(running)
-
-    @property
-    def is_stuck(self) -> bool:
-        """True if a computation takes longer than requests wait for their answers."""
-        return self.computing_seconds > self.limits.answer_seconds
 
     def start(self) -> None:
         """Start to compute, in the running event loop."""
@@ -102,48 +97,17 @@ class Service:
         if self.gallery is not None:
             self.gallery.close()
 
-    @contextmanager
-    def answering(self) -> Iterator[Callable[[int], None]]:
-        """Count a request as received, and as answered after the context.
-
-        Yields:
-            Function that counts bytes of the request, which are held until the end of the context. It raises
-            RequestError with status 429 if the requests together have too many bytes.
-        """
-        held = 0
-
-        def hold(count: int) -> None:
-            nonlocal held
-            held += count
-            self._held += count
-            if self._held > self.limits.total_megabytes * 1e6:
-                raise RequestError(
-                    429,
-                    "queue_full",
-                    f"the requests have more than {self.limits.total_megabytes:g} MB",
-                    "try again later",
-                )
-
-        self.received += 1
-        try:
-            yield hold
-        finally:
-            self.answered += 1
-            self._held -= held
-
-    async def features(self, uploads: Sequence[Upload]) -> tuple[Tensor, list[bytes]]:
-        """Compute the features (N, D) of uploads, and their pictures if the gallery stores them.
+    async def features(self, files: Sequence[UploadFile]) -> tuple[Tensor, list[bytes | None]]:
+        """Compute the features (N, D) of uploaded images, and their pictures if the gallery stores them.
 
         Raises:
             RequestError: if the queue is full, or an image is invalid.
         """
-        with self.batcher.places(len(uploads)):
-            decoding = [
-                self._decoder.decode(upload.content, f"{number} ({upload.name})")
-                for number, upload in enumerate(uploads)
-            ]
+        with self.batcher.places(len(files)):
+            contents = [await file.read() for file in files]
+            names = [f"{number} ({upload_name(file)})" for number, file in enumerate(files)]
             try:
-                decoded = await asyncio.gather(*decoding)
+                decoded = await asyncio.gather(*map(self._decoder.decode, contents, names))
             except DataError as error:
                 message, _ = split_fix(str(error))
                 fix = f"send a JPEG, PNG or WebP file of at most {self.limits.megapixels:g} megapixels"
@@ -170,10 +134,10 @@ class Service:
         return self.gallery
 
     async def in_gallery(self, function: Callable[[MutableGallery], T]) -> T:
-        """Call a function with the gallery in its thread; a started change is completed if the client disconnects.
+        """Call a function with the gallery in its thread; a call that has started is completed in any case.
 
         Raises:
-            RequestError: with status 404 if there is no gallery, and 503 if the call takes too long.
+            RequestError: with status 404 if there is no gallery.
         """
         gallery = self.require_gallery()
 
@@ -184,48 +148,36 @@ class Service:
             finally:
                 self._gallery_call = 0.0
 
-        calling = asyncio.get_running_loop().run_in_executor(self._gallery_thread, call)
-        return await in_time(asyncio.shield(calling), self.limits.answer_seconds, too_slow(self.limits))
+        return await asyncio.get_running_loop().run_in_executor(self._gallery_thread, call)
 
-    async def features_answer(self, uploads: Sequence[Upload]) -> dict[str, Any]:
-        """Return the features of uploads."""
-        features, _ = await self.features(uploads)
-        return {"model": self.model.config_hash, "metric": self.model.metric, "features": features.tolist()}
-
-    async def compare(self, uploads: Sequence[Upload]) -> dict[str, Any]:
-        """Compare two uploads."""
-        (a, b), _ = await self.features(uploads)
-        comparison = self.model.compare_features(a, b)
-        return {"metric": comparison.metric, **_compared(comparison)}
-
-    async def add(self, uploads: Sequence[Upload], values: Sequence[ItemIn]) -> dict[str, list[str]]:
+    async def add(self, files: Sequence[UploadFile], values: Sequence[ItemIn]) -> list[str]:
         """Add images to the gallery and return their ids, after they are on the disk."""
         items = [
-            _item(value, value.id or uuid.uuid4().hex, upload.name)
-            for value, upload in zip(values, uploads, strict=True)
+            _item(value, value.id or uuid.uuid4().hex, upload_name(file))
+            for value, file in zip(values, files, strict=True)
         ]
-        features, pictures = await self.features(uploads)
-        added = [replace(item, picture=picture or None) for item, picture in zip(items, pictures, strict=True)]
+        features, pictures = await self.features(files)
+        added = [replace(item, picture=picture) for item, picture in zip(items, pictures, strict=True)]
         await self.in_gallery(lambda gallery: gallery.add(added, features))
         self._build_candidates()
-        return {"ids": [item.id for item in added]}
+        return [item.id for item in added]
 
-    async def update(self, item_id: str, values: ItemIn | None, uploads: Sequence[Upload]) -> dict[str, str]:
-        """Replace the metadata of an item if ``values`` are given, and its image if there is an upload; return it."""
-        features, pictures = await self.features(uploads) if uploads else (None, [b""])
+    async def update(self, item_id: str, values: ItemIn | None, files: Sequence[UploadFile]) -> Item:
+        """Replace the metadata of an item if ``values`` are given, and its image if there is a file; return it."""
+        features, pictures = await self.features(files) if files else (None, [None])
 
         def change(gallery: MutableGallery) -> Item:
             item = gallery.item(item_id)
             if values is not None:
                 item = _item(values, item_id, item.name)
-            gallery.update([replace(item, picture=pictures[0] or None)], features)
+            gallery.update([replace(item, picture=pictures[0])], features)
             return item
 
-        return (await self.in_gallery(change)).texts()
+        return await self.in_gallery(change)
 
-    async def search(self, uploads: Sequence[Upload], k: int, conditions: Conditions) -> dict[str, Any]:
-        """Search for the nearest items of uploads, and decide with the calibration of the model."""
-        features, _ = await self.features(uploads)
+    async def search(self, files: Sequence[UploadFile], k: int, conditions: Conditions) -> Searched:
+        """Search for the nearest items of uploaded images, and decide with the calibration of the model."""
+        features, _ = await self.features(files)
 
         def find(gallery: MutableGallery) -> tuple[SearchResult, list[list[Item]], float | None]:
             with gallery.reading():  # another process may change the rows, and the background task read them
@@ -236,18 +188,18 @@ class Service:
         result, items, recall = await self.in_gallery(find)
         decided, queries = decide(result, self.model.calibration), []
         for query, scores in enumerate(result.scores.tolist()):
-            found = [
-                {
-                    "rank": rank,
-                    **_compared(self.model.compare_score(score)),
-                    **item.texts(),
-                    "name": item.name or item.id,
-                }
+            matches = [
+                self._match(rank, score, item)
                 for rank, (score, item) in enumerate(zip(scores, items[query], strict=True), start=1)
             ]
             decision = dict.fromkeys(("decision", "threshold", "fpir")) if decided is None else decided.of_query(query)
-            queries.append({**decision, "found": found})
-        return {"metric": result.metric, "searched": result.searched, "recall": recall, "queries": queries}
+            queries.append(QueryResult(**decision, found=matches))
+        return Searched(metric=result.metric, searched=result.searched, recall=recall, queries=queries)
+
+    def _match(self, rank: int, score: float, item: Item) -> Match:
+        compared = Score.model_validate(self.model.compare_score(score), from_attributes=True)
+        texts = item.texts() | {"name": item.name or item.id}
+        return Match.model_validate({"rank": rank, **compared.model_dump(), **texts})
 
     def _build_candidates(self) -> None:
         """Build the approximate index of a large gallery in the background."""
@@ -260,11 +212,6 @@ def _item(values: ItemIn, item_id: str, name: str) -> Item:
     """Return an item with metadata of a request; ``name`` is used if these have none."""
     time = parse_time(values.time) if values.time else None
     return Item(item_id, name if values.name is None else values.name, values.identity, values.camera, time)
-
-
-def _compared(comparison: Comparison) -> dict[str, Any]:
-    """Return a score with the decision and probability of the calibration, and its percentiles."""
-    return Score.model_validate(comparison, from_attributes=True).model_dump()
 
 
 def _concurrent_batches(model: FeatureModel) -> int:

@@ -202,8 +202,8 @@ def test_process_is_not_ended_after_the_server_has_stopped(monkeypatch, capsys):
 
     monkeypatch.setattr(run, "create_app", lambda *args, **options: None)
     monkeypatch.setattr(run.Server, "run", stop)
-    model = SimpleNamespace(checkpoint="model.pth")
-    run.serve(SimpleNamespace(model=model, limits=Limits(), answered=3, received=3), host="127.0.0.1", port=0)
+    model, counts = SimpleNamespace(checkpoint="model.pth"), {"received": 3, "answered": 3}
+    run.serve(SimpleNamespace(model=model, limits=Limits(), counts=counts), host="127.0.0.1", port=0)
     assert capsys.readouterr().out.endswith("stopped: answered 3 of 3 requests\n")
     deadline = time.monotonic() + 60
     while timers() and time.monotonic() < deadline:

@@ -28,7 +28,6 @@ pytest.importorskip("httpx")
 pytest.importorskip("prometheus_client")
 
 from fastapi.testclient import TestClient
-from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from fastamp.serving.app import create_app
@@ -36,7 +35,7 @@ from fastamp.serving.batching import Batcher
 from fastamp.serving.decoding import Decoder, Decoding, is_usual
 from fastamp.serving.errors import RequestError
 from fastamp.serving.options import Limits, read_api_key
-from fastamp.serving.requests import limited, read_form
+from fastamp.serving.requests import read_form
 from fastamp.serving.service import Service
 
 pytestmark = pytest.mark.extras
@@ -185,26 +184,19 @@ def test_an_invalid_charset_is_an_error_of_the_request(start, charset):
 
 def test_all_requests_together_have_a_limited_size(start, images):
     client = start(megabytes=1, total_megabytes=1)
-    client.service._held = 10**6  # another request
+    client.service.counts["held"] = 10**6  # another request
     assert error_of(client.post("/v1/features", files=upload(images[0])), 429) == "queue_full"
-    client.service._held = 0
+    client.service.counts["held"] = 0
     assert client.post("/v1/features", files=upload(images[0])).status_code == 200
-    assert client.service._held == 0
+    assert client.service.counts["held"] == 0
 
 
-def test_all_parts_of_a_body_without_length_count_together():
-    async def receive():
-        return {"type": "http.request", "body": bytes(600_000), "more_body": True}
-
-    async def receive_twice():
-        part = limited(receive, Headers(), Limits(megabytes=1), held.append)
-        await part()
-        await part()
-
-    held = []
-    with pytest.raises(RequestError) as caught:
-        asyncio.run(receive_twice())
-    assert caught.value.status == 413 and held == [600_000]
+def test_all_parts_of_a_body_without_length_count_together(start):
+    client = start(gallery=False, megabytes=1)
+    headers = {"Content-Type": "multipart/form-data; boundary=a"}
+    parts = (bytes(600_000) for _ in range(3))
+    assert error_of(client.post("/v1/features", content=parts, headers=headers), 413) == "request_too_large"
+    assert client.service.counts["held"] == 0 and len([*parts]) == 0
 
 
 def test_requests_need_the_api_key(start, images):
