@@ -30,7 +30,7 @@ EXTRAS = {
     "parquet": ["pyarrow"],
     "export": EXPORT,
     "openvino": ["openvino>=2025.2"],
-    "tflite": ["ai-edge-litert>=2.3"],
+    "tflite": ["ai-edge-litert>=2.3", "ai-edge-quantizer>=0.10"],
     "timm": ["timm"],
     "metric-learning": ["pytorch-metric-learning>=2.9"],
     "tune": ["ray[tune]>=2.60", "hyperopt", "optuna"],

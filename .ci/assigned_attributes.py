@@ -14,7 +14,7 @@ ASSIGNED = {
     # Standard library.
     "propagate", "prefix", "name", "loader_state", "__spec__", "daemon", "argv",
     "logging.getLogger('fastreid').parent", "logging.getLogger(name).parent",
-    "entry.key", "entry.value", "dim.dim_param", "options.log_severity_level", "options.intra_op_num_threads",  # ONNX
+    "entry.key", "entry.value", "options.log_severity_level", "options.intra_op_num_threads",  # ONNX
     "index.cp.spherical", "index.cp.min_points_per_centroid", "index.hnsw.efConstruction",  # faiss
     # Parsed TFLite files.
     "operator.inputs", "code.builtinCode", "code.deprecatedBuiltinCode", "operator.opcodeIndex",

@@ -24,29 +24,31 @@ def read_metadata(texts: Mapping[str, str], path: Path) -> dict[str, Any]:
         WeightsError: if an entry is missing, or has an invalid type or value.
     """
     if "config_hash" not in texts or "resize" not in texts:
-        raise WeightsError(
-            f"{path} has no description of its preprocessing, so it was not written by `fastamp export`.\n"
-            f"  fix: export the model again: fastamp export MODEL {path.name}"
-        )
+        raise unusable(path, "has no description of its preprocessing, so it was not written by `fastamp export`")
     if sum(map(len, texts.values())) > MOST_BYTES:
-        raise _invalid(path, f"it is larger than {MOST_BYTES:,} bytes")
+        raise unusable(path, f"has metadata larger than {MOST_BYTES:,} bytes")
     values = {name: _value(text) for name, text in texts.items()}
     values["config_hash"] = texts["config_hash"]  # may have the form of a number
     for name, is_valid in _ENTRIES.items():
         if name not in values and name not in _OPTIONAL:
-            raise _invalid(path, f"{name} is missing")
+            raise unusable(path, f"has invalid metadata: {name} is missing")
         if name in values and not is_valid(values[name]):
-            raise _invalid(path, f"{name} is {texts[name]!r:.100}")
+            raise unusable(path, f"has invalid metadata: {name} is {texts[name]!r:.100}")
     for name in ("pixel_mean", "pixel_std"):
         if len(values[name]) != values["channels"]:
-            raise _invalid(path, f"{name} has {len(values[name])} values for {values['channels']} channels")
+            found = f"{name} has {len(values[name])} values for {values['channels']} channels"
+            raise unusable(path, f"has invalid metadata: {found}")
     return values
 
 
-def _invalid(path: Path, cause: str) -> WeightsError:
-    return WeightsError(
-        f"{path} has invalid metadata: {cause}.\n  fix: export the model again: fastamp export MODEL {path.name}"
-    )
+def unusable(path: Path, cause: str) -> WeightsError:
+    """Return the error of an exported file that has to be exported again; ``cause`` follows its path."""
+    return WeightsError(f"{path} {cause}.\n  fix: export the model again: fastamp export MODEL {path.name}")
+
+
+def as_text(value: Any) -> str:
+    """Return an entry of the metadata as text: a string as it is, and another value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _value(text: str) -> Any:

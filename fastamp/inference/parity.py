@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastamp.config import CfgNode, fixed_input_size
+from fastamp.contracts import Batch
 from fastamp.data import build_reid_test_loader
 from fastamp.data.subset import identity_subset, subsample_identities
 from fastamp.evaluation import ReidEvaluator
@@ -20,7 +21,6 @@ BATCH_SIZES = (1, 3, 32)
 """Batch sizes of random images; several, because tracing may have fixed the batch size."""
 _RAW_BATCHES = (1, 3, 1, 3, 32)
 
-Batch = dict[str, Any]
 Features = Callable[[Batch], Tensor]
 
 
@@ -67,7 +67,7 @@ def compare_on_random_images(
         predictor: predictor that defines the preprocessing.
         expected: reference model.
         actual: exported model.
-        raw: if True, ``actual`` takes a list of images before resizing, here of each size in ``_sizes``. Default False.
+        raw: if True, ``actual`` takes images before resizing, here of each size in ``_sizes``. Default False.
     """
     cfg, generator = predictor.cfg, torch.Generator().manual_seed(0)
     size = exported_size(cfg)
@@ -83,7 +83,7 @@ def compare_on_random_images(
             batch[column] = torch.randint(len(predictor.inputs.modalities), (count,), generator=generator)
         title = f"random, batch of {count}" + (f", {width} x {height} pixels" if raw else "")
         resized = torch.stack([predictor.transforms.resize(image) for image in images]) if raw else images
-        rows = expected(batch | {"images": resized}), actual(batch | {"images": list(images) if raw else images})
+        rows = expected(batch | {"images": resized}), actual(batch | {"images": images})
         comparisons.append(compare(title, *rows))
     return comparisons
 
@@ -115,8 +115,8 @@ class RankedImages:
 
     Attributes:
         title: description of the images.
-        has_gallery: False if all images are queries, e.g. those of a classifier or of attributes.
-        ranks: True if mAP can be computed: there is a gallery, or the protocol ranks all images for each image.
+        ranks: True if mAP can be computed: there is a gallery, unlike for a classifier or attributes, or the protocol
+            ranks all images for each image.
 
     Raises:
         DataError: if the dataset is missing or empty.
@@ -130,8 +130,7 @@ class RankedImages:
         self.batches, self.num_query, (count, total) = subsample_identities(
             loader, num_query, limit, self.cfg.TEST.IMS_PER_BATCH
         )
-        self.has_gallery = self.num_query < count
-        self.ranks = self.has_gallery or ReidEvaluator(self.cfg, self.num_query).protocol.rule.all_images
+        self.ranks = self.num_query < count or ReidEvaluator(self.cfg, self.num_query).protocol.rule.all_images
         self.title = f"{name}, {count} images" if count == total else f"{name}, {count} of {total} images"
 
     def features(self, model: Features, *, raw: bool = False) -> list[Tensor]:

@@ -19,7 +19,7 @@ from fastamp.data.transforms import Resize, Transforms
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY
-from fastamp.inference.exported_metadata import read_metadata
+from fastamp.inference.exported_metadata import read_metadata, unusable
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Boxes, Image, as_list, crop_frame
 from fastamp.inference.sessions import Session, open_onnx, open_openvino, open_tflite
@@ -178,16 +178,12 @@ class ExportedModel(FeatureModel):
         try:
             features = self._session.run({"images": batch})
         except Exception as error:  # exceptions of a runtime have no common base class
-            raise WeightsError(
-                f"{self.checkpoint} cannot compute images of shape {batch.shape} ({type(error).__name__}: "
-                f"{error!s:.300}).\n  fix: export the model again: fastamp export MODEL {self.checkpoint.name}"
-            ) from error
-        if features.shape != (len(batch), self.feature_dim) or features.dtype != np.float32:
-            raise WeightsError(
-                f"{self.checkpoint} computes {features.dtype} {features.shape}; expected float32 features of shape "
-                f"{(len(batch), self.feature_dim)}.\n"
-                f"  fix: export the model again: fastamp export MODEL {self.checkpoint.name}"
-            )
+            cause = f"cannot compute images of shape {batch.shape} ({type(error).__name__}: {error!s:.300})"
+            raise unusable(self.checkpoint, cause) from error
+        shape = len(batch), self.feature_dim
+        if features.shape != shape or features.dtype != np.float32:
+            found = f"computes {features.dtype} {features.shape}"
+            raise unusable(self.checkpoint, f"{found}; expected float32 features of shape {shape}")
         if not np.isfinite(features).all():
             raise DataError(
                 f"{self.checkpoint} computes features that are not finite.\n"
@@ -226,10 +222,7 @@ def _open(path: Path, threads: int | None) -> Session:
         check_not_device(path)
         return open_session(path, threads=threads)
     except Exception as error:  # exceptions of a runtime have no common base class
-        raise WeightsError(
-            f"{path} cannot be read as {title}: {type(error).__name__}.\n"
-            f"  fix: export the model again: fastamp export MODEL {path.name}"
-        ) from error
+        raise unusable(path, f"cannot be read as {title}: {type(error).__name__}") from error
 
 
 _RUNTIMES: dict[str, tuple[str, str, str, Callable[..., Session]]] = {

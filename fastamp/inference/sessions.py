@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastamp.inference.exported_metadata import MOST_BYTES
+from fastamp.inference.exported_metadata import MOST_BYTES, as_text
 from fastamp.utils.env import available_cores
 
 Run = Callable[[dict[str, Tensor]], Tensor]
@@ -136,6 +136,5 @@ def open_tflite(model: Path | bytes, threads: int | None = None) -> Session:
             if sizes.get("metadata.json", 0) > MOST_BYTES:
                 raise ValueError(f"metadata.json is larger than {MOST_BYTES} bytes")
             text = archive.read("metadata.json") if "metadata.json" in sizes else b"{}"
-        entries = json.loads(text).items()
-        metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in entries}
+        metadata = {name: as_text(value) for name, value in json.loads(text).items()}
     return Session(run, list(types), metadata)

@@ -1,29 +1,33 @@
 """Tests of TFLite files.
 
-Those that convert need an environment with litert-torch, named by FASTAMP_TFLITE_PYTHON; in the others, a stand-in
-executes the commands of the worker, and its TFLite files are files of torch.export.
+Those that convert need an environment with litert-torch, named by FASTAMP_TFLITE_PYTHON; in the others, the result of
+the conversion is ``tests/reference/tiny.tflite``, of the tiny backbone with the weights of ``reference_weights``.
 """
 
-import io
 import json
 import os
-import signal
 import sys
 import zipfile
+from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+import reference_weights
+import tiny
 import torch
 from every_backbone import config
 
 import fastamp
-from fastamp.inference.export import ExportError, export, tflite_format, tflite_quantize
-from fastamp.inference.export.tflite_format import PACKAGES, TESTED, VARIABLE
+from fastamp.config import get_cfg
+from fastamp.inference.export import ExportError, export, quantize, tflite_format
+from fastamp.inference.export.tflite_format import PACKAGES, VARIABLE
 from fastamp.inference.runtime import ExportedModel
 from fastamp.modeling import build_model
 from fastamp.utils.errors import ConfigError, WeightsError
 
+REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 needs_environment = pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} is not set")
 
 
@@ -32,92 +36,15 @@ def predictor(checkpoint):
     return fastamp.Predictor(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"])
 
 
-class StandIn:
-    """Commands of the worker, without its packages.
-
-    Args:
-        takes_batches: if False, ``dynamic.tflite`` cannot be run.
-        sensitive: operator that changes the features if it is in int8.
-    """
-
-    def __init__(self, takes_batches=True, sensitive=""):
-        self.takes_batches, self.sensitive = takes_batches, sensitive
-        self.commands, self.int8 = [], []
-
-    def __call__(self, command, folder, *arguments, steps=0, title=""):
-        self.commands.append(command)
-        getattr(self, command)(folder, *arguments)
-
-    def convert(self, folder, inputs):
-        self.inputs = json.loads(inputs)
-        program = (folder / "model.pt2").read_bytes()
-        (folder / "model.tflite").write_bytes(packed(program, b"one"))
-        (folder / "dynamic.tflite").write_bytes(packed(program, b"any" if self.takes_batches else b"bad"))
-
-    def run(self, folder):
-        kind, program = unpacked((folder / "model.tflite").read_bytes())
-        if kind == b"bad":
-            raise ExportError("it has another batch size")
-        inputs = np.load(folder / "inputs.npz")
-        module = torch.export.load(io.BytesIO(program)).module()
-        features = module(**{name: torch.from_numpy(inputs[name]) for name in inputs.files}).detach()
-        if kind == b"far":
-            features[:, ::2] *= 0.5
-        np.save(folder / "features.npy", features.numpy())
-
-    def finish(self, folder, precision):
-        self.precision = precision
-
-    def operators(self, folder):
-        trunk, head = ["", "model", "model.backbone"], ["", "model", "model.heads"]
-        found = [
-            ("image", "MUL", [False, True], [["", "model"]]),
-            ("first", "CONV_2D", [False, True, True], [[*trunk, "model.backbone.1"], [*trunk, "model.backbone.0"]]),
-            ("product", "CONV_2D", [False, False], [[*trunk, "model.backbone.2"]]),
-            ("gate", "LOGISTIC", [False], [[*trunk, "model.backbone.2"]]),
-            ("second", "CONV_2D", [False, True, True], [[*trunk, "model.backbone.5"], [*trunk, "model.backbone.4"]]),
-            ("sum", "ADD", [False, False], [trunk]),
-            ("shift", "ADD", [False, True], [trunk]),
-            ("pool", "AVERAGE_POOL_2D", [False], [head]),
-            ("both", "CONV_2D", [False, True], [trunk, head]),
-        ]
-        keys = ("name", "kind", "constants", "modules")
-        (folder / "operators.json").write_text(json.dumps([dict(zip(keys, values, strict=True)) for values in found]))
-
-    def calibrate(self, folder):
-        self.calibrated = len(np.load(folder / "inputs.npz")["images"])
-
-    def quantize(self, folder, names):
-        self.int8 = [entry["name"] for entry in json.loads((folder / names).read_text())]
-        _, program = unpacked((folder / "model.tflite").read_bytes())
-        kind = b"far" if self.sensitive in self.int8 else b"int"
-        (folder / "quantized.tflite").write_bytes(packed(program, kind))
-
-    def errors(self, folder, names):
-        found = [entry["name"] for entry in json.loads((folder / names).read_text())]
-        self.probed = len(np.load(folder / "inputs.npz")["images"])
-        (folder / "errors.json").write_text(json.dumps({name: 1e-4 + (name == self.sensitive) for name in found}))
-
-
-def packed(program, kind):
-    """Return the content of a file of the stand-in; ``kind`` has three letters."""
-    return kind + len(program).to_bytes(8, "little") + program[::-1]  # not a zip archive
-
-
-def unpacked(content):
-    """Return the kind and the program of a file, to which an archive may have been appended."""
-    return content[:3], content[11 : 11 + int.from_bytes(content[3:11], "little")][::-1]
-
-
 @pytest.fixture
 def python(tmp_path, monkeypatch):
     """Return a function that creates a Python with the tested versions, which executes shell commands as its worker."""
 
-    def create(worker="exit 1", versions=TESTED):
+    def create(worker="exit 1", versions=PACKAGES):
         folder = tmp_path / "environment"
         folder.mkdir()
         path = folder / "python"
-        path.write_text(f"#!/bin/sh\ncase $2 in -c) echo '{json.dumps(versions)}'; exit 0;; esac\n{worker}\n")
+        path.write_text(f"#!/bin/sh\ncase $2 in -c) echo '{versions}'; exit 0;; esac\n{worker}\n")
         path.chmod(0o755)
         monkeypatch.setenv(VARIABLE, str(path))
 
@@ -125,12 +52,19 @@ def python(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def stand_in(python, monkeypatch):
-    python()
-    worker = StandIn()
-    for module in (tflite_format, tflite_quantize):
-        monkeypatch.setattr(module, "run_worker", worker)
-    return worker
+def converted(demo, python, tmp_path):
+    """Predictor with the weights of the reference file, which the worker returns."""
+    pytest.importorskip("ai_edge_quantizer")
+    python(f'cp {REFERENCE / "tiny.tflite"} "$3/model.tflite"')
+    cfg = get_cfg()
+    cfg.merge_from_list([
+        "MODEL.BACKBONE.NAME", "build_tiny_backbone", "MODEL.BACKBONE.FEAT_DIM", tiny.WIDTH,
+        "MODEL.HEADS.NUM_CLASSES", 16, "MODEL.HEADS.WITH_BNNECK", True, "INPUT.SIZE_TEST", (64, 32),
+        "DATASETS.NAMES", ("Demo",), "DATASETS.TESTS", ("Demo",),
+    ])  # fmt: skip
+    shapes = {name: tuple(value.shape) for name, value in build_model(cfg).state_dict().items()}
+    torch.save({"model": reference_weights.state_dict(shapes), "config": cfg.dump()}, tmp_path / "tiny.pth")
+    return fastamp.Predictor(tmp_path / "tiny.pth", device="cpu")
 
 
 def metadata_of(path):
@@ -174,9 +108,8 @@ def test_int8_file_has_one_scale_for_each_output_channel_and_a_head_in_float32(d
     head = [tensor for tensor in tensors if tensor["name"].startswith("model.heads")]
     assert head and np.int8 not in {tensor["dtype"] for tensor in head}
 
-    monkeypatch.setattr("fastamp.inference.export.quantize.MAX_ERROR", 1e-12)
-    monkeypatch.setattr(tflite_quantize, "MAX_ERROR", 1e-12)
-    monkeypatch.setattr("fastamp.inference.export.quantize.MAX_FLOAT", 1)
+    monkeypatch.setattr(quantize, "MAX_ERROR", 1e-12)
+    monkeypatch.setattr(quantize, "MAX_FLOAT", 1)
     export(predictor, path, **options)
     assert set(metadata_of(path)["quantization"]["float_layers"]) == {"model.backbone.0", "model.backbone.4"}
     tensors = interpreters.Interpreter(model_path=str(path)).get_tensor_details()
@@ -193,32 +126,58 @@ def test_instance_norm_and_slices_take_batches(tmp_path, caplog):
     assert "one image at a time" not in caplog.text
 
 
-@pytest.mark.integration
-def test_file_takes_batches_if_its_operators_do_not_contain_the_batch_size(stand_in, predictor, tmp_path, caplog):
+@pytest.mark.extras
+@pytest.mark.parametrize("precision", ["float32", "fp16"])
+def test_file_takes_batches_if_its_operators_do_not_contain_the_batch_size(
+    converted, tmp_path, precision, monkeypatch, caplog
+):
     path = tmp_path / "model.tflite"
-    report = export(predictor, path, data="", precision="fp16")
-    assert unpacked(path.read_bytes())[0] == b"any" and metadata_of(path) == report.metadata
-    assert stand_in.commands == ["convert", "run", "run", "finish", "run", "run", "run"]
-    assert stand_in.precision == "fp16"
-    assert stand_in.inputs == {"images": [[1, 3, 64, 32], "float32"]}
-    stand_in.takes_batches = False
-    export(predictor, path, data="")
-    assert unpacked(path.read_bytes())[0] == b"one" and "one image at a time" in caplog.text
+    report = export(converted, path, precision=precision, tolerance=5)
+    assert metadata_of(path) == report.metadata and "one image at a time" not in caplog.text
+    names = [tensor["name"] for tensor in interpreter(path).get_tensor_details()]
+    assert any(name.startswith("model.backbone.4:") for name in names)
+    size = path.stat().st_size
+    assert size < 16_000 if precision == "fp16" else size > 16_000
+    rows = converted.features(images()), ExportedModel(path).features(images())
+    assert torch.cosine_similarity(*rows).min() > 0.9999
+    assert interpreter(path).get_input_details()[0]["shape_signature"].tolist() == [-1, 3, 64, 32]
+    monkeypatch.setattr(tflite_format, "with_free_batch_size", lambda model: b"bad")
+    export(converted, path, data="")
+    assert interpreter(path).get_input_details()[0]["shape_signature"].tolist() == [1, 3, 64, 32]
+    assert "one image at a time" in caplog.text
+    torch.testing.assert_close(ExportedModel(path).features(images()), rows[0], rtol=0, atol=1e-4)
 
 
-@pytest.mark.integration
-def test_int8_quantizes_the_layers_of_the_trunks(stand_in, demo, predictor, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("fastamp.inference.export.quantize.MAX_FLOAT", 0.4)
+@pytest.mark.extras
+def test_int8_quantizes_the_layers_of_the_trunks(converted, tmp_path, monkeypatch, caplog):
     path = tmp_path / "model.tflite"
     options = {"precision": "int8", "tolerance": 100, "calibration_images": 40}
-    export(predictor, path, **options)
-    assert stand_in.int8 == ["first", "second", "sum"] and stand_in.calibrated == 40
-    assert "errors" not in stand_in.commands and metadata_of(path)["quantization"]["float_layers"] == []
-    stand_in.sensitive = "second"
-    export(predictor, path, **options)
-    assert stand_in.int8 == ["first", "sum"] and stand_in.probed == 16
-    assert metadata_of(path)["quantization"]["float_layers"] == ["model.backbone.4"]
-    assert "1 of 3 layers" in caplog.text and unpacked(path.read_bytes())[0] == b"int"
+    report = export(converted, path, **options)
+    assert report.comparisons[-1].mean_cosine > 0.98 and report.map_difference is not None
+    assert metadata_of(path)["quantization"]["float_layers"] == []
+    assert int8_weights(path) == {tiny.WIDTH: 2}
+    monkeypatch.setattr(quantize, "MAX_ERROR", 1e-12)
+    monkeypatch.setattr(quantize, "MAX_FLOAT", 0.5)
+    export(converted, path, **options)
+    assert metadata_of(path)["quantization"]["float_layers"] in (["model.backbone.0"], ["model.backbone.4"])
+    assert int8_weights(path) == {tiny.WIDTH: 1} and "1 of 2 layers" in caplog.text
+
+
+def interpreter(path):
+    from ai_edge_litert.interpreter import Interpreter
+
+    return Interpreter(model_path=str(path))
+
+
+def int8_weights(path):
+    """Count the int8 tensors of each number of scales above 1."""
+    tensors = [tensor for tensor in interpreter(path).get_tensor_details() if tensor["dtype"] == np.int8]
+    counts = Counter(len(tensor["quantization_parameters"]["scales"]) for tensor in tensors)
+    return {count: number for count, number in counts.items() if count > 1}
+
+
+def images():
+    return list(reference_weights.images((64, 32), n=5).byte())
 
 
 @pytest.mark.integration
@@ -234,20 +193,20 @@ def test_message_names_the_commands_that_create_the_environment(predictor, tmp_p
 
 @pytest.mark.integration
 def test_other_versions_in_the_environment_are_named(python, monkeypatch, caplog):
-    python(versions=TESTED | {"torch": "2.4.0"})
+    python(versions="litert-torch==0.10.0 torch==2.4.0")
     tflite_format.check_environment()
     assert "torch==2.4.0" in caplog.text and PACKAGES in caplog.text
 
 
-@pytest.mark.integration
-def test_cpu_build_of_the_tested_versions_is_accepted(python, caplog):
-    python(versions=TESTED | {"torch": f"{TESTED['torch']}+cpu"})
+@pytest.mark.extras
+@needs_environment
+def test_cpu_build_of_the_tested_versions_is_accepted(caplog):
     tflite_format.check_environment()
     assert not caplog.records
 
 
 @pytest.mark.integration
-def test_tflite_file_cannot_take_images_of_any_size(stand_in, predictor, tmp_path):
+def test_tflite_file_cannot_take_images_of_any_size(predictor, tmp_path):
     with pytest.raises(ConfigError, match="--preprocess inside.*fixed size"):
         export(predictor, tmp_path / "model.tflite", preprocess="inside")
 
@@ -264,31 +223,10 @@ def test_tflite_file_cannot_take_images_of_any_size(stand_in, predictor, tmp_pat
 )
 def test_failed_conversion_is_reported_and_writes_no_file(python, predictor, tmp_path, worker, cause):
     python(worker)
+    pytest.importorskip("ai_edge_quantizer")
     with pytest.raises(ExportError, match=cause):
         export(predictor, tmp_path / "model.tflite", data="")
     assert [path.name for path in tmp_path.iterdir()] == ["environment"]
-
-
-@pytest.mark.integration
-def test_python_that_has_vanished_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "python"))
-    with pytest.raises(ExportError, match=f"No such file.*\n.*{VARIABLE}"):
-        tflite_format.run_worker("run", tmp_path)
-
-
-@pytest.mark.integration
-def test_worker_is_stopped_if_the_export_is_interrupted(python, tmp_path, monkeypatch):
-    python(f"echo $$ > {tmp_path}/pid; echo step; exec sleep 100")
-
-    def interrupted(lines, steps, title):
-        next(iter(lines))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tflite_format, "track", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        tflite_format.run_worker("calibrate", tmp_path, steps=2)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
 
 
 @pytest.mark.extras

@@ -1,11 +1,9 @@
 """Calibration images of int8: a sample of the training images, with which the ranges of activations are measured."""
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import torch
 
+from fastamp.contracts import Batch
 from fastamp.data.build import build_dataset
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.items import PackedItems
@@ -21,27 +19,15 @@ CALIBRATION_IMAGES = 256
 _BATCH = 32
 
 
-@dataclass(frozen=True)
-class CalibrationImages:
-    """Training images with which the ranges of activations are measured.
-
-    Attributes:
-        title: names of the datasets.
-        count: number of images.
-        batches: batches in 0..255, with their cameras, views and modalities.
-    """
-
-    title: str
-    count: int
-    batches: list[dict[str, Any]]
-
-
-def load_calibration_images(predictor: Predictor, count: int) -> CalibrationImages:
+def load_calibration_images(predictor: Predictor, count: int) -> tuple[str, list[Batch]]:
     """Load a deterministic sample of the training images, spread over the identities, preprocessed as in evaluation.
 
     Args:
         predictor: model, whose config names the training sets (``DATASETS.NAMES``).
         count: number of images; all, if there are fewer.
+
+    Returns:
+        The names of the datasets, and the batches, in 0..255, with their cameras, views and modalities.
 
     Raises:
         DataError: if no training set is given, or one is not available.
@@ -69,8 +55,7 @@ def load_calibration_images(predictor: Predictor, count: int) -> CalibrationImag
     )
     images = spread_over_identities(dataset.labels, count)
     loader = build_unaugmented_loader(cfg, dataset, torch.device("cpu"), images=images)
-    titles = ", ".join(name.rpartition("/")[2] for name in cfg.DATASETS.NAMES)  # without folders
-    return CalibrationImages(titles, len(images), list(loader))
+    return ", ".join(name.rpartition("/")[2] for name in cfg.DATASETS.NAMES), list(loader)  # without folders
 
 
 def spread_over_identities(labels: np.ndarray, count: int) -> list[int]:

@@ -10,10 +10,10 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from fastamp.inference.export.preprocessing import for_each_size
+from fastamp.contracts import Batch
 from fastamp.inference.export.quiet import ExportError, quiet
 from fastamp.inference.export.trace import label_inputs, normalized
-from fastamp.inference.parity import Batch, Comparison, Features, RankedImages, compare, compare_on_random_images
+from fastamp.inference.parity import Comparison, Features, RankedImages, compare, compare_on_random_images
 from fastamp.inference.predictor import Predictor
 from fastamp.inference.sessions import Run
 from fastamp.utils.errors import ConfigError, DataError
@@ -72,10 +72,8 @@ class ExportReport:
 
 def load_test_images(predictor: Predictor, data: str | None, max_images: int) -> RankedImages | None:
     """Load the test images for the parity check; return None if no test set is requested or available."""
-    if data == "":
-        return None
-    name = next(iter(predictor.cfg.DATASETS.TESTS), None) if data is None else data
-    if name is None:
+    name = next(iter(predictor.cfg.DATASETS.TESTS), "") if data is None else data
+    if not name:
         return None
     try:
         return RankedImages(predictor, name, max_images)
@@ -123,20 +121,17 @@ def exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) 
 
     The images of the batch are (B, C, H, W) uint8, or a list of images of any size if the preprocessing is inside.
     """
+    columns = label_inputs(predictor).values()
 
     def features(batch: Batch) -> Tensor:
-        inputs = exported_inputs(batch, predictor, metadata)
-        with quiet(f"the exported model fails on a batch of {len(inputs['images'])} images"):
-            return run(inputs)
+        images = batch["images"]
+        if isinstance(images, list):
+            rows = [{name: batch[name][row][None] for name in ("images", *columns)} for row in range(len(images))]
+            return torch.cat([features(row) for row in rows])
+        with quiet(f"the exported model fails on a batch of {len(images)} images"):
+            return run(exported_inputs(batch, predictor, metadata))
 
-    def features_of_sizes(batch: Batch) -> Tensor:
-        labels = {column: batch[column] for column in label_inputs(predictor).values()}
-        return for_each_size(
-            batch["images"],
-            lambda images, rows: features({"images": images} | {name: label[rows] for name, label in labels.items()}),
-        )
-
-    return features_of_sizes if metadata["preprocess"] == "inside" else features
+    return features
 
 
 def compare_exported(report: ExportReport, predictor: Predictor, actual: Features, images: RankedImages | None) -> None:

@@ -17,6 +17,7 @@ from fastamp.inference.export.check import (
 )
 from fastamp.inference.export.metadata import export_metadata
 from fastamp.inference.export.options import TOLERANCE, ExportOptions
+from fastamp.inference.export.quiet import quiet
 from fastamp.inference.export.trace import FeatureExtractor, trace
 from fastamp.inference.parity import exported_size
 from fastamp.inference.predictor import Predictor
@@ -75,27 +76,28 @@ def export(
     )
     metadata = export_metadata(predictor, given)
     images = load_test_images(predictor, data, max_images)
-    calibration = None
     if given.precision == "int8":
         check_has_map(images)
-        calibration = load_calibration_images(predictor, given.calibration_images or CALIBRATION_IMAGES)
+        title, batches = load_calibration_images(predictor, given.calibration_images or CALIBRATION_IMAGES)
     source = trace(extractor, predictor, given.opset)
     metadata["feature_width"] = source.feature_width
-    if calibration is not None:
+    if given.precision == "int8":
         assert format.quantize is not None  # because of Format.check
-        inputs = [exported_inputs(batch, predictor, metadata) for batch in calibration.batches]
+        inputs = [exported_inputs(batch, predictor, metadata) for batch in batches]
         quantized, float_layers = format.quantize(source, inputs)
         source = replace(source, quantized=quantized)
         metadata["quantization"] = {
             "weights": "int8, one scale for each output channel",
             "activations": "8 bits, minimum and maximum of the calibration images",
-            "calibration_data": calibration.title,
-            "calibration_images": calibration.count,
+            "calibration_data": title,
+            "calibration_images": sum(len(batch["images"]) for batch in batches),
             "float_layers": float_layers,
         }
     files = format.content(source, metadata)
+    with quiet(f"the exported {format.title} file cannot be loaded"):
+        run = format.runner(files)
     report = ExportReport(path, format.title, metadata, sum(map(len, files.values())))
-    compare_exported(report, predictor, exported_features(format.runner(files), predictor, metadata), images)
+    compare_exported(report, predictor, exported_features(run, predictor, metadata), images)
     check_quality(report, TOLERANCE[given.precision] if given.tolerance is None else given.tolerance)
     write_together({path.with_suffix(suffix): content for suffix, content in files.items()})
     return report

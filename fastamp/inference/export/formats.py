@@ -22,6 +22,8 @@ from fastamp.utils.errors import ConfigError, optional_package
 
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
 _ONNX_TORCH = (2, 7)
+_EXTRAS = {"openvino": "openvino", "ai_edge_litert": "tflite", "ai_edge_quantizer": "tflite"}
+"""Package -> extra of fastamp that installs it. Of the others: ``export``."""
 _LOWEST_OPSET = 18  # lowest opset of PyTorch's exporter
 
 
@@ -35,8 +37,6 @@ class Format:
         content: function (source, metadata) -> dict of suffix -> content of a file; weights or metadata
             may have a file of their own.
         runner: function (these contents) -> function that runs the exported model.
-        extra: extra of fastamp that installs the packages.
-        lowest_torch: lowest version of PyTorch.
         quantize: function (source, calibration inputs) -> int8 model, which ``content`` takes, and names
             of the layers that stay in float32. Default: None, int8 is not supported.
         check_environment: function that raises ConfigError if the format requires something else that is missing.
@@ -48,8 +48,6 @@ class Format:
     packages: tuple[str, ...]
     content: Callable[[Source, dict[str, Any]], dict[str, bytes]]
     runner: Callable[[dict[str, bytes]], Run]
-    extra: str = "export"
-    lowest_torch: tuple[int, ...] = ()
     quantize: Callable[[Source, Sequence[dict[str, Tensor]]], tuple[Any, list[str]]] | None = None
     check_environment: Callable[[], None] | None = None
     computes_float16: bool = True
@@ -73,14 +71,13 @@ class Format:
                 "  fix: export an .onnx, .xml or .tflite file, or use --precision fp16"
             )
         through_onnx = precision == "int8" and self.quantize is quantize.quantize
-        for package in dict.fromkeys((*self.packages, *(_ONNX if through_onnx else ()))):
-            extra = self.extra if package in self.packages else "export"
-            with optional_package(f"{self.title} export requires {package}", extra):
+        packages = dict.fromkeys(self.packages + (_ONNX if through_onnx else ()))
+        for package in packages:
+            with optional_package(f"{self.title} export requires {package}", _EXTRAS.get(package, "export")):
                 importlib.import_module(package)
-        lowest_torch = _ONNX_TORCH if through_onnx else self.lowest_torch
-        if tuple(map(int, torch.__version__.split(".")[:2])) < lowest_torch:
+        if "onnx" in packages and tuple(map(int, torch.__version__.split(".")[:2])) < _ONNX_TORCH:
             raise ConfigError(
-                f"{self.title} export requires PyTorch {'.'.join(map(str, lowest_torch))} or later; found "
+                f"{self.title} export requires PyTorch {'.'.join(map(str, _ONNX_TORCH))} or later; found "
                 f"{torch.__version__}, which cannot export batch norm with current onnxscript versions.\n"
                 "  fix: upgrade PyTorch, or export a .pt2 file without --precision int8"
             )
@@ -102,27 +99,19 @@ class Format:
 
 
 FORMATS = {
-    ".onnx": Format(
-        "ONNX",
-        _ONNX,
-        onnx_format.content,
-        onnx_format.runner,
-        lowest_torch=_ONNX_TORCH,
-        quantize=quantize.quantize,
-    ),
+    ".onnx": Format("ONNX", _ONNX, onnx_format.content, onnx_format.runner, quantize=quantize.quantize),
     ".pt2": Format("torch.export", (), torch_formats.pt2_content, torch_formats.pt2_runner),
     ".xml": Format(
         "OpenVINO",
         ("openvino",),
         openvino_format.content,
         openvino_format.runner,
-        extra="openvino",
         quantize=quantize.quantize,
     ),
     ".ts": Format("TorchScript", (), torch_formats.torchscript_content, torch_formats.torchscript_runner),
     ".tflite": Format(
         "TFLite",
-        (),
+        ("ai_edge_litert", "ai_edge_quantizer"),
         tflite_format.content,
         tflite_format.runner,
         quantize=tflite_quantize.quantize,

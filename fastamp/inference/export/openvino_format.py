@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fastamp.data.transforms.geometry import interpolation_kernel
-from fastamp.inference.export.onnx_format import as_text
 from fastamp.inference.export.quiet import quiet
 from fastamp.inference.export.trace import Source
+from fastamp.inference.exported_metadata import as_text
 from fastamp.inference.sessions import Run, open_openvino
 
 
@@ -37,8 +37,7 @@ def content(source: Source, metadata: dict[str, Any]) -> dict[str, bytes]:
 
 def runner(files: dict[str, bytes]) -> Run:
     """Load an OpenVINO file."""
-    with quiet("OpenVINO cannot load the exported model"):
-        return open_openvino(files[".xml"], files[".bin"]).run_tensors
+    return open_openvino(files[".xml"], files[".bin"]).run_tensors
 
 
 def _resized(maps: Tensor, size: Sequence[int], align_corners: bool, scales: None = None) -> Tensor:

@@ -1,8 +1,5 @@
 """Preprocessing inside an exported model: uint8 images of any size are resized, cropped and converted to float32."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -89,21 +86,3 @@ def _as_fixed_point(weights: Tensor) -> Tensor:
 
 def _round_to_bytes(values: Tensor) -> Tensor:
     return (values + 0.5).floor().clamp(0, 255)  # half up, as in torchvision
-
-
-def for_each_size(images: Sequence[Tensor], features: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
-    """Compute the features of images of different sizes, in a batch for each size.
-
-    Args:
-        images: N images, each (C, H, W) uint8.
-        features: function ((B, C, H, W) uint8 images, their B indices) -> (B, D) features.
-
-    Returns:
-        (N, D) features in the order of the images.
-    """
-    by_size: dict[Any, list[int]] = {}
-    for index, image in enumerate(images):
-        by_size.setdefault(image.shape, []).append(index)
-    rows = [index for indices in by_size.values() for index in indices]
-    of_size = [features(torch.stack([images[i] for i in indices]), indices) for indices in by_size.values()]
-    return torch.cat(of_size)[torch.tensor(rows).argsort()]

@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from fastamp.inference.export.onnx_format import onnx_model
 from fastamp.inference.export.quiet import ExportError, quiet
 from fastamp.inference.export.trace import Source
-from fastamp.inference.sessions import open_onnx
+from fastamp.inference.sessions import Session, open_onnx
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.utils.progress import track
 
@@ -40,8 +40,6 @@ MAX_ERROR = 0.005
 """Layers stay in float32 until the error, 1 - cosine similarity of features, is estimated to be at most this."""
 MAX_FLOAT = 0.25
 """Largest fraction of the layers that stay in float32."""
-NO_LAYERS = "int8 export found no layers to quantize.\n  fix: use --precision fp16"
-"""Message if no layer of the trunks can be quantized."""
 
 
 def quantize(source: Source, inputs: Sequence[dict[str, Tensor]]) -> tuple[Any, list[str]]:
@@ -62,23 +60,67 @@ def quantize(source: Source, inputs: Sequence[dict[str, Tensor]]) -> tuple[Any, 
         ExportError: if the model cannot be converted.
     """
     model = onnx_model(source)
-    nodes = _trunk_nodes(model, source)
-    if not nodes:
-        raise ExportError(NO_LAYERS)
+    nodes = {node.name: node for node in _trunk_nodes(model, source)}
     ranges = _activation_ranges(model, inputs)
+    layers = {name: _title(node) for name, node in nodes.items() if node.op_type in (*_WEIGHTED, "Add")}
+    # The sum of two products of bright pixels and large weights exceeds the 16 bits of x86 CPUs without VNNI.
+    first = [node.input[1] for node in nodes.values() if node.op_type == "Conv"][:1]
+    return quantize_layers(
+        model,
+        nodes,
+        layers,
+        lambda names: _quantized(model, names, ranges, first),
+        lambda quantized: open_onnx(quantized.SerializeToString()),
+        inputs,
+    )
+
+
+def quantize_layers(
+    model: Any,
+    names: Collection[str],
+    layers: Mapping[str, str],
+    quantized: Callable[[Collection[str]], Any],
+    opened: Callable[[Any], Session],
+    inputs: Sequence[dict[str, Tensor]],
+) -> tuple[Any, list[str]]:
+    """Quantize a model, except for the layers with the largest errors if the error is larger than ``MAX_ERROR``.
+
+    Args:
+        model: model in float32, of any format.
+        names: names of the operators that can be quantized.
+        layers: names of those whose errors are measured -> titles.
+        quantized: function (names of operators) -> model in which these are quantized.
+        opened: function (model) -> session.
+        inputs: inputs of the model for the calibration images, in batches.
+
+    Returns:
+        The quantized model, and the titles of the layers that stay in float32.
+
+    Raises:
+        ExportError: if no operator can be quantized.
+    """
+    if not names:
+        raise ExportError("int8 export found no layers to quantize.\n  fix: use --precision fp16")
     probe = {name: tensor[:PROBED_IMAGES] for name, tensor in inputs[0].items()}
-    expected = _features(model, probe)
-    quantized = _quantized(model, nodes, ranges)
-    error = error_of(expected, _features(quantized, probe))
+    expected = opened(model).run_tensors(probe).double()
+
+    def error_of(changed: Any) -> float:
+        return 1 - F.cosine_similarity(expected, opened(changed).run_tensors(probe).double()).mean().item()
+
+    result = quantized(names)
+    error = error_of(result)
     if error <= MAX_ERROR:
-        return quantized, []
-    layers = [node for node in nodes if node.op_type in (*_WEIGHTED, "Add")]
-    errors = {
-        node.name: error_of(expected, _features(_with_one_layer(model, node.name, ranges), probe))
-        for node in track(layers, len(layers), "errors of layers")
-    }
-    kept = sensitive_layers(errors, error, {node.name: _title(node) for node in layers})
-    return _quantized(model, [node for node in nodes if node.name not in kept], ranges), list(kept.values())
+        return result, []
+    errors = {name: error_of(quantized([name])) for name in track(layers, len(layers), "errors of layers")}
+    selected = largest_errors(errors, MAX_ERROR / error, MAX_FLOAT)
+    kept = [title for name, title in layers.items() if name in selected]
+    logger.info(
+        "%d of %d layers stay in float32, because in int8 they change the features too much: %s",
+        len(kept),
+        len(errors),
+        ", ".join(kept[:5]) + (", ..." if len(kept) > 5 else ""),
+    )
+    return quantized([name for name in names if name not in selected]), kept
 
 
 def trunks_of(source: Source) -> set[str]:
@@ -160,13 +202,14 @@ def _saturated(model: Any, ranges: Any) -> Any:
     return ranges
 
 
-def _quantized(model: Any, nodes: Sequence[Any], ranges: Any) -> Any:
-    """Return a copy of an ONNX model with int8 weights and Q/DQ nodes for some of its nodes."""
+def _quantized(model: Any, names: Collection[str], ranges: Any, reduced: Sequence[str]) -> Any:
+    """Return a copy of an ONNX model with int8 weights, those ``reduced`` of 7 bits, and Q/DQ nodes for some nodes."""
     from onnxruntime.quantization import QDQQuantizer, QuantType
 
-    # The sum of two products of bright pixels and large weights exceeds the 16 bits of x86 CPUs without VNNI.
-    first = next((node for node in nodes if node.op_type == "Conv"), None)
-    reduced = {"axis": 0, "quant_type": QuantType.QInt8, "symmetric": True, "reduce_range": True}
+    bits7 = {"axis": 0, "quant_type": QuantType.QInt8, "symmetric": True, "reduce_range": True}
+    options: dict[str, Any] = {"TensorQuantOverrides": {name: [bits7] for name in reduced}}
+    if len(names) == 1:  # the next node rounds the output, often after an activation function
+        options["OpTypesToExcludeOutputQuantization"] = _WEIGHTED
     with quiet("onnxruntime cannot quantize the model"):
         quantizer = QDQQuantizer(
             copy.deepcopy(model),
@@ -175,101 +218,13 @@ def _quantized(model: Any, nodes: Sequence[Any], ranges: Any) -> Any:
             QuantType.QInt8,
             QuantType.QUInt8,
             ranges,
-            [node.name for node in nodes],
+            list(names),
             [],
             list(_OPERATORS),
-            {"TensorQuantOverrides": {} if first is None else {first.input[1]: [reduced]}},
+            options,
         )
         quantizer.quantize_model()
         return quantizer.model.model
-
-
-def _with_one_layer(model: Any, name: str, ranges: Any) -> Any:
-    """Return a copy of an ONNX model in which the tensors of one node are rounded as in int8.
-
-    Output tensors of convolutions and matrix products are not rounded, because the next node rounds them, often after
-    an activation function.
-    """
-    from onnx import numpy_helper
-
-    changed = copy.deepcopy(model)
-    graph = changed.graph
-    node = next(candidate for candidate in graph.node if candidate.name == name)
-    if node.op_type in _WEIGHTED:
-        values = numpy_helper.to_array(next(tensor for tensor in graph.initializer if tensor.name == node.input[1]))
-        transposed = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
-        axis = 0 if node.op_type == "Conv" or transposed else values.ndim - 1
-        graph.initializer.append(numpy_helper.from_array(_rounded(values, axis), f"{name}.rounded_weights"))
-        node.input[1] = f"{name}.rounded_weights"  # other nodes may have the same weights
-    else:
-        output, node.output[0] = node.output[0], f"{name}.exact"
-        _insert_rounding(graph, node, 1, node.output[0], output, _range(ranges, output))
-    for index, tensor in enumerate(node.input):
-        if tensor in ranges.data and tensor not in {tensor.name for tensor in graph.initializer}:
-            node.input[index] = f"{name}.rounded{index}"
-            _insert_rounding(graph, node, 0, tensor, node.input[index], _range(ranges, tensor))
-    return changed
-
-
-def _rounded(weights: np.ndarray, axis: int) -> np.ndarray:
-    """Round weights to 8 bits, with one scale for each index of ``axis``."""
-    others = tuple(dimension for dimension in range(weights.ndim) if dimension != axis)
-    scale = np.maximum(np.abs(weights).max(others, keepdims=True), np.finfo(np.float32).tiny) / 127
-    result: np.ndarray = (np.round(weights / scale) * scale).astype(np.float32)
-    return result
-
-
-def _range(ranges: Any, tensor: str) -> tuple[float, float]:
-    """Return the minimum and the maximum of a tensor, including 0."""
-    low, high = (float(np.min(bound)) for bound in ranges[tensor].range_value)
-    return min(low, 0.0), max(high, 0.0)
-
-
-def _insert_rounding(graph: Any, node: Any, offset: int, tensor: str, output: str, bounds: tuple[float, float]) -> None:
-    """Insert nodes before or after (``offset`` 0 or 1) a node that round ``tensor`` to 8 bits."""
-    from onnx import helper, numpy_helper
-
-    low, high = bounds
-    step = np.float32(max(high - low, 1e-30) / 255)
-    zero = np.uint8(np.clip(round(-low / step), 0, 255))
-    names = [f"{output}.{suffix}" for suffix in ("step", "zero", "codes")]
-    graph.initializer.extend(
-        [numpy_helper.from_array(np.asarray(step), names[0]), numpy_helper.from_array(np.asarray(zero), names[1])]
-    )
-    position = next(index for index, candidate in enumerate(graph.node) if candidate.name == node.name) + offset
-    graph.node.insert(position, helper.make_node("DequantizeLinear", [names[2], *names[:2]], [output]))
-    graph.node.insert(position, helper.make_node("QuantizeLinear", [tensor, *names[:2]], [names[2]]))
-
-
-def _features(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    return open_onnx(model.SerializeToString()).run_tensors(inputs).double()
-
-
-def error_of(expected: Tensor, actual: Tensor) -> float:
-    """Compute 1 - mean cosine similarity of features."""
-    return 1 - F.cosine_similarity(expected, actual).mean().item()
-
-
-def sensitive_layers(errors: dict[str, float], error: float, titles: dict[str, str]) -> dict[str, str]:
-    """Select the layers that stay in float32, and log them.
-
-    Args:
-        errors: error of each layer, quantized by itself.
-        error: error of the model in which all layers are quantized.
-        titles: title of each layer.
-
-    Returns:
-        The titles of the selected layers.
-    """
-    selected = largest_errors(errors, MAX_ERROR / error, MAX_FLOAT)
-    kept = {name: title for name, title in titles.items() if name in selected}
-    logger.info(
-        "%d of %d layers stay in float32, because in int8 they change the features too much: %s",
-        len(kept),
-        len(errors),
-        ", ".join(list(kept.values())[:5]) + (", ..." if len(kept) > 5 else ""),
-    )
-    return kept
 
 
 def largest_errors(errors: dict[str, float], fraction: float, most: float) -> list[str]:

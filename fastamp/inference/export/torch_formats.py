@@ -27,8 +27,7 @@ def pt2_content(source: Source, metadata: dict[str, Any]) -> dict[str, bytes]:
 
 def pt2_runner(files: dict[str, bytes]) -> Run:
     """Load a file of torch.export."""
-    with quiet("torch.export cannot load the exported model"):
-        return _without_gradients(torch.export.load(io.BytesIO(files[".pt2"])).module())
+    return _without_gradients(torch.export.load(io.BytesIO(files[".pt2"])).module())
 
 
 def torchscript_content(source: Source, metadata: dict[str, Any]) -> dict[str, bytes]:
@@ -37,17 +36,16 @@ def torchscript_content(source: Source, metadata: dict[str, Any]) -> dict[str, b
     with quiet("torch.jit cannot trace the model"), torch.no_grad():
         traced = torch.jit.trace(source.module, example_kwarg_inputs=source.inputs, check_trace=False)
         torch.jit.save(traced, saved, _extra_files={"metadata.json": json.dumps(metadata, indent=2)})
-        with zipfile.ZipFile(saved) as old, zipfile.ZipFile(cleaned, "w") as new:
-            for entry in old.infolist():
-                if not entry.filename.endswith(".debug_pkl"):  # contains local paths
-                    new.writestr(entry, old.read(entry))
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(cleaned, "w") as new:
+        for entry in old.infolist():
+            if not entry.filename.endswith(".debug_pkl"):  # contains local paths
+                new.writestr(entry, old.read(entry))
     return {".ts": cleaned.getvalue()}
 
 
 def torchscript_runner(files: dict[str, bytes]) -> Run:
     """Load a TorchScript file."""
-    with quiet("torch.jit cannot load the exported model"):
-        return _without_gradients(torch.jit.load(io.BytesIO(files[".ts"])))
+    return _without_gradients(torch.jit.load(io.BytesIO(files[".ts"])))
 
 
 def _without_gradients(module: Callable[..., Any]) -> Run:
