@@ -64,16 +64,8 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
     labels = Identities.split(num_query, dataset.labels, dataset.camids, columns, dataset.column_names())
     check_columns(columns, protocol)
     calibration_options.split(dataset.labels[protocol.rule.images_with_query(labels).numpy()], data)
-    flip_test = cfg.TEST.FLIP.ENABLED
-    feature_pass(
-        predictor.model,
-        loader,
-        evaluator.process,
-        predictor.policy,
-        flip_test=flip_test,
-        title="extracting features",
-        locate=describe_evaluation,
-    )
+    settings: dict[str, Any] = {"flip_test": cfg.TEST.FLIP.ENABLED, "title": "extracting features"}
+    feature_pass(predictor.model, loader, evaluator.process, predictor.policy, locate=describe_evaluation, **settings)
     features, identities, _ = evaluator.gather()
     used = protocol.rule.images_with_query(identities)
     return calibrate(

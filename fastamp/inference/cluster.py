@@ -76,11 +76,11 @@ def write_csv(path: Path, extraction: Features, labels: np.ndarray) -> None:
     Raises:
         ConfigError: if the file cannot be written.
     """
-    boxes = extraction.images.boxes
-    rows = [["path", "cluster", *(("x0", "y0", "x1", "y1") if boxes is not None else ())]]
-    for row, (file, label) in enumerate(zip(extraction.images.paths.tolist(), labels.tolist(), strict=True)):
-        rows.append([file, label, *(boxes[row].tolist() if boxes is not None else ())])
-    files.write_csv(path, rows)
+    images = extraction.images
+    columns = {"path": images.paths, "cluster": labels}
+    if images.boxes is not None:
+        columns |= dict(zip(("x0", "y0", "x1", "y1"), images.boxes.T, strict=True))
+    files.write_csv(path, [[*columns], *zip(*(values.tolist() for values in columns.values()), strict=True)])
 
 
 def write_page(

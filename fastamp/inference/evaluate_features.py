@@ -76,7 +76,7 @@ def split_arrays(columns: dict[str, np.ndarray], split: np.ndarray) -> dict[str,
     if "camids" in columns and columns["camids"].dtype.kind in "iu":
         camids = columns["camids"]
         columns = columns | {"camids": np.where(is_missing(camids), -2 - np.arange(camids.size), camids)}
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for side in SIDES:
         chosen = np.flatnonzero(split == side)
         is_range = len(chosen) and chosen[-1] - chosen[0] == len(chosen) - 1

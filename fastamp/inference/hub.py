@@ -259,40 +259,32 @@ def _explained(repository: str, revision: str | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        explained = _explain(error, repository, revision)
-        if explained is None:
-            raise
-        raise explained from error
-
-
-def _explain(error: Exception, repository: str, revision: str | None) -> HubError | None:
-    """Return the error to show instead of an error of huggingface_hub; None for errors of other kinds."""
-    hub = _import_hub()
-    errors, endpoint = hub.errors, hub.constants.ENDPOINT
-    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        return _explain(error.__cause__, repository, revision)  # why the file was searched in the cache
-    found, status = (str(error).strip().splitlines() or [type(error).__name__])[0], 0
-    if isinstance(error, errors.HfHubHTTPError):
-        found, status = error.server_message or found, error.response.status_code
-    recipe = f"; {repository} is a recipe, not a model" if find_recipe(repository) else ""
-    commits = f"{endpoint}/{repository}/commits/main"
-    explanations: list[tuple[Any, str, str]] = [
-        (errors.GatedRepoError, "is gated", f"request access at {endpoint}/{repository}, and {_LOG_IN}"),
-        (errors.RevisionNotFoundError, f"has no revision {revision!r}", f"choose a branch, tag or commit of {commits}"),
-        (
-            errors.RepositoryNotFoundError,
-            f"is not a local path, and at {endpoint} it does not exist or is private{recipe}",
-            f"correct the name or path; for a private model, {_LOG_IN}",
-        ),
-        (errors.LocalEntryNotFoundError, f"at revision {revision or 'main'} is not in the cache", _DOWNLOAD),
-        (errors.HfHubHTTPError, f"got the status {status} from the Hub", _FIXES.get(status, "try again later")),
-        ((ConnectionError, TimeoutError, errors.HTTPError), f"cannot be reached at {endpoint}", _CONNECT),
-        (OSError, "cannot be transferred", "check the space and the permissions of the cache folder (HF_HOME)"),
-        # Names that the Hub forbids, invalid model cards, answers of other servers.
-        (ValueError, f"was rejected by {endpoint} or huggingface_hub", "correct the name, or the top of README.md"),
-    ]
-    for kinds, problem, fix in explanations:
-        if isinstance(error, kinds):
-            kind = _UnreachableError if fix is _CONNECT else HubError
-            return kind(f"{repository} {problem}.\n  found: {found}\n  fix: {fix}")
-    return None
+        hub = _import_hub()
+        errors, endpoint = hub.errors, hub.constants.ENDPOINT
+        is_fallback = isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception)
+        cause = error.__cause__ if is_fallback else error  # why the file was searched in the cache
+        found, status = (str(cause).strip().splitlines() or [type(cause).__name__])[0], 0
+        if isinstance(cause, errors.HfHubHTTPError):
+            found, status = cause.server_message or found, cause.response.status_code
+        recipe = f"; {repository} is a recipe, not a model" if find_recipe(repository) else ""
+        page = f"{endpoint}/{repository}"
+        explanations: list[tuple[Any, str, str]] = [
+            (errors.GatedRepoError, "is gated", f"request access at {page}, and {_LOG_IN}"),
+            (errors.RevisionNotFoundError, f"has no revision {revision!r}", f"choose a commit of {page}/commits/main"),
+            (
+                errors.RepositoryNotFoundError,
+                f"is not a local path, and at {endpoint} it does not exist or is private{recipe}",
+                f"correct the name or path; for a private model, {_LOG_IN}",
+            ),
+            (errors.LocalEntryNotFoundError, f"at revision {revision or 'main'} is not in the cache", _DOWNLOAD),
+            (errors.HfHubHTTPError, f"got the status {status} from the Hub", _FIXES.get(status, "try again later")),
+            ((ConnectionError, TimeoutError, errors.HTTPError), f"cannot be reached at {endpoint}", _CONNECT),
+            (OSError, "cannot be transferred", "check the space and the permissions of the cache folder (HF_HOME)"),
+            # Names that the Hub forbids, invalid model cards, answers of other servers.
+            (ValueError, f"was rejected by {endpoint} or huggingface_hub", "correct the name, or the top of README.md"),
+        ]
+        for kinds, problem, fix in explanations:
+            if isinstance(cause, kinds):
+                kind = _UnreachableError if fix is _CONNECT else HubError
+                raise kind(f"{repository} {problem}.\n  found: {found}\n  fix: {fix}") from error
+        raise

@@ -189,11 +189,10 @@ def _recorded_evaluation(content: Mapping[str, Any], checkpoint: Path) -> dict[s
     evaluation: dict[str, Any] | None = content.get("evaluation")
     if evaluation is None or evaluation == {}:
         return {}
-    wrong = structure_mismatch({"weights": "", "protocol": "", "metrics": {}}, evaluation, "evaluation")
-    if not wrong and not evaluation.keys() >= {"weights", "protocol", "metrics"}:
-        wrong = "evaluation: expected weights, protocol and metrics"
-    if wrong:
-        raise damaged_entry_error(checkpoint, wrong)
+    form: dict[str, Any] = {"weights": "", "protocol": "", "metrics": {}}
+    wrong = structure_mismatch(form, evaluation, "evaluation")
+    if wrong or not evaluation.keys() >= form.keys():
+        raise damaged_entry_error(checkpoint, wrong or f"evaluation: expected {', '.join(form)}")
     if evaluation["weights"] != content[STRIPPED]:
         logger.warning(
             "the model card has no metrics: the run evaluated the %s weights, but the packaged weights are %s.\n"

@@ -1,7 +1,6 @@
 """Compare the similarity of two images with the similarities of genuine and impostor pairs."""
 
 from dataclasses import dataclass
-from os import PathLike
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ from fastamp.evaluation.calibration import Calibration, percent
 from fastamp.evaluation.identities import SAME_CAMERA, Junk
 from fastamp.evaluation.pairs import PairScores, sample_pairs
 from fastamp.retrieval.features import Features
-from fastamp.retrieval.features_file import read_features
 from fastamp.utils.errors import DataError
 
 _NO_PAIRS = (
@@ -95,19 +93,14 @@ class Comparison:
         )
 
 
-def sample_pair_scores(
-    reference: Features | str | PathLike[str],
-    *,
-    junk: Junk | None = SAME_CAMERA,
-    seed: int = 0,
-) -> PairScores:
+def sample_pair_scores(features: Features, *, junk: Junk | None = SAME_CAMERA, seed: int = 0) -> PairScores:
     """Sample pairs of images from an extraction and compute their scores.
 
     Each pair consists of a query image and a gallery image, or of any two images if the extraction has no query and
     gallery splits.
 
     Args:
-        reference: extraction of images with identities, or its file.
+        features: extraction of images with identities.
         junk: pairs to exclude, e.g. ``RankingRule.junk``; None for no junk. If no camera is known, no pairs are
             excluded. Default: ``SAME_CAMERA``, pairs of the same identity and camera.
         seed: seed of the sample. Default: 0.
@@ -116,14 +109,12 @@ def sample_pair_scores(
         The scores of the sampled pairs, as quantiles.
 
     Raises:
-        DataError: if the file cannot be read, or contains no genuine or no impostor pairs.
+        DataError: if it contains no genuine or no impostor pairs.
     """
-    features = reference if isinstance(reference, Features) else read_features(reference)
-    images, queries = features.images, np.arange(len(features))
-    galleries, split = queries, images.split
-    all_images = split is None or not {"query", "gallery"} <= set(np.unique(split).tolist())
-    if not all_images:
-        queries, galleries = np.flatnonzero(split == "query"), np.flatnonzero(split == "gallery")
+    images = features.images
+    sides = [np.flatnonzero(images.split == side) for side in ("query", "gallery")]
+    all_images = not all(map(len, sides))
+    queries, galleries = [np.arange(len(features))] * 2 if all_images else sides
     _, numbers = np.unique(images.pids, return_inverse=True)
     pids = torch.from_numpy(np.where(images.pids.astype(str) == "-1", -1, numbers.reshape(-1)))
     camids = torch.from_numpy(np.array(images.camids, dtype=np.int64))
