@@ -112,7 +112,7 @@ def choose_threshold(ranking: RankingResult) -> float:
 def _class_weights(pids: np.ndarray) -> np.ndarray:
     """Return the weight of each image in the mean over identities of the mean over the images of an identity."""
     _, inverse, counts = np.unique(pids, return_inverse=True, return_counts=True)
-    weights: np.ndarray = 1 / (counts[inverse.reshape(-1)] * len(counts))
+    weights: np.ndarray = 1 / (counts[inverse] * len(counts))
     return weights
 
 

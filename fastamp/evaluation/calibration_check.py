@@ -116,26 +116,17 @@ def check_calibration(
         logger.warning("open-set decisions on %s are not evaluated: %s", dataset, error)
         return None
     sign = 1 if protocol.metric == "cosine" else -1
-    draw, gallery = calibration, scores.draw_gallery(calibration.gallery_size, calibration.seed)
-    same, different = sign * draw.same_threshold, sign * draw.different_threshold
-    search = sign * draw.search_threshold
-    groups = {}
+    same, different = sign * calibration.same_threshold, sign * calibration.different_threshold
+    search = sign * calibration.search_threshold
+    gallery, groups = scores.draw_gallery(calibration.gallery_size, calibration.seed), {}
     if protocol.group_by:
         values = everyone.query_texts(protocol.group_by)[scores.rows]
         groups = {
             ", ".join(dict.fromkeys(names)): part.rates(same, different, search, gallery)
             for names, part in scores.by_values(values, _MAX_GROUPS).items()
         }
-    pairs = [np.sort(sign * part) for part in (scores.genuine, scores.impostor)]
-    edges = np.linspace(min(pair[0] for pair in pairs), max(pair[-1] for pair in pairs), _BINS + 1)
+    pairs = [sign * part for part in (scores.genuine, scores.impostor)]
+    edges = np.linspace(min(pair.min() for pair in pairs), max(pair.max() for pair in pairs), _BINS + 1)
     genuine, impostor = (np.histogram(pair, edges)[0] / len(pair) for pair in pairs)
-    return CalibrationCheck(
-        draw,
-        scores.rates(same, different, search, gallery),
-        scores.reliability(draw.curve),
-        edges,
-        genuine,
-        impostor,
-        excluded,
-        groups,
-    )
+    rates, reliability = scores.rates(same, different, search, gallery), scores.reliability(calibration.curve)
+    return CalibrationCheck(calibration, rates, reliability, edges, genuine, impostor, excluded, groups)

@@ -144,7 +144,6 @@ def _equal_to_another_identity(sides: tuple[torch.Tensor, ...], pids: np.ndarray
 
 def _hashes(sides: tuple[torch.Tensor, ...], rows: torch.Tensor, step: int) -> np.ndarray:
     """Hash every ``step``-th column of the R ``rows`` (sorted indices into the concatenated sets) to (R,) int64."""
-    integer = torch.int64 if sides[0].dtype == torch.float64 else torch.int32
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (len(range(0, sides[0].shape[1], step)),), generator=generator) * 2 + 1
     hashes, start = [], 0
@@ -152,8 +151,6 @@ def _hashes(sides: tuple[torch.Tensor, ...], rows: torch.Tensor, step: int) -> n
         side_rows = rows[(rows >= start) & (rows < start + len(side))] - start
         start += len(side)
         for part in side_rows.split(_BLOCK_ROWS):
-            numbers = side[part.to(side.device), ::step]
-            numbers = numbers.double() if integer == torch.int64 else numbers.float()
-            numbers = (numbers.cpu() + 0.0).contiguous()  # maps -0 to 0
-            hashes.append((numbers.view(integer).long() * factors).sum(1))
+            numbers = side[part.to(side.device), ::step].cpu().double() + 0.0  # maps -0 to 0
+            hashes.append((numbers.view(torch.int64) * factors).sum(1))
     return torch.cat(hashes).numpy()

@@ -18,23 +18,19 @@ from fastamp.utils.errors import DataError
 
 _INFRARED, _VISIBLE = (3, 6), (1, 2, 4, 5)
 _INDOOR = (1, 2)
-# The infrared camera 3 and the visible camera 2 are at the same place.
-_PLACE = (3, 2)
 _SYSU = "camera 2 is junk for queries of camera 3; CMC over identities; {num_trials} random galleries, seed {seed}"
 
 
-def _first_camera(identities: Identities) -> int:
-    """Return the number of SYSU-MM01's first camera: 1 as in the dataset, or 0.
+def _dataset_cameras(identities: Identities) -> tuple[np.ndarray, np.ndarray]:
+    """Return the cameras of queries and gallery images, numbered from 1 as in SYSU-MM01, if they are numbered from 0.
 
     Raises:
         DataError: if the queries are not from the infrared cameras 3 and 6, or the gallery from 1, 2, 4 and 5.
     """
-    sides = (identities.query_camids, identities.gallery_camids)
-    queries, gallery = (set(camids.unique().tolist()) for camids in sides)
-    for first in (1, 0):
-        infrared, visible = ({camera - 1 + first for camera in cameras} for cameras in (_INFRARED, _VISIBLE))
-        if queries <= infrared and gallery <= visible:
-            return first
+    queries, gallery = identities.query_camids.cpu().numpy(), identities.gallery_camids.cpu().numpy()
+    for offset in (0, 1):
+        if np.isin(queries + offset, _INFRARED).all() and np.isin(gallery + offset, _VISIBLE).all():
+            return queries + offset, gallery + offset
     raise DataError(
         "the protocols sysu_* require the cameras of SYSU-MM01, numbered from 1 or 0: queries from the infrared "
         "cameras 3 and 6, gallery images from the visible cameras 1, 2, 4 and 5.\n"
@@ -43,8 +39,9 @@ def _first_camera(identities: Identities) -> int:
     )
 
 
-def _listed(cameras: set[int]) -> str:
-    return ", ".join(map(str, sorted(cameras)[:10])) + (", ..." if len(cameras) > 10 else "")
+def _listed(camids: np.ndarray) -> str:
+    cameras = np.unique(camids)
+    return ", ".join(map(str, cameras[:10])) + (", ..." if len(cameras) > 10 else "")
 
 
 def _same_place(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
@@ -76,28 +73,20 @@ class Sysu(TrialRule):
     shots: ClassVar[int] = 1
 
     def check(self, identities: Identities) -> None:
-        """Check the cameras, see ``_first_camera``."""
-        _first_camera(identities)
+        """Check the cameras, see ``_dataset_cameras``."""
+        _dataset_cameras(identities)
 
     def trials(self, identities: Identities) -> list[list[SubGallery]]:
         """Draw the images of each trial."""
-        first = _first_camera(identities)
-        camera_3, camera_2 = (camera - 1 + first for camera in _PLACE)
-        gallery_pids, gallery_camids = identities.gallery_pids.cpu().numpy(), identities.gallery_camids.cpu().numpy()
-        is_camera_3 = identities.query_camids.cpu().numpy() == camera_3
-        trials = []
+        query_camids, gallery_camids = _dataset_cameras(identities)
+        # The infrared camera 3 and the visible camera 2 are at the same place.
+        of_camera_3, others = np.flatnonzero(query_camids == 3), np.flatnonzero(query_camids != 3)
+        pids, trials = identities.gallery_pids.cpu().numpy(), []
         for trial in range(self.num_trials):
-            drawn = draw_images(
-                gallery_pids,
-                gallery_camids,
-                shots=self.shots,
-                generator=random.Random(self.seed + trial),
-                cameras=[camera - 1 + first for camera in self.cameras],
-            )
-            other_place = drawn[gallery_camids[drawn] != camera_2]
-            trials.append(
-                [SubGallery(np.flatnonzero(is_camera_3), other_place), SubGallery(np.flatnonzero(~is_camera_3), drawn)]
-            )
+            generator = random.Random(self.seed + trial)
+            drawn = draw_images(pids, gallery_camids, shots=self.shots, generator=generator, cameras=self.cameras)
+            other_place = drawn[gallery_camids[drawn] != 2]
+            trials.append([SubGallery(of_camera_3, other_place), SubGallery(others, drawn)])
         return trials
 
     def within_part(self) -> RankingRule:

@@ -56,14 +56,11 @@ def pair_error_rate(errors: np.ndarray, trials: np.ndarray) -> ErrorRate:
     errors, trials = (_symmetric(counts) for counts in (errors, trials))
     present = trials.sum(1) > 0
     count, total, wrong = int(present.sum()), trials.sum() / 2, errors.sum() / 2
-    if not total:
-        return ErrorRate(0.0, 0.0, 1.0, 0, 0, 0)
-    rate = wrong / total
-    residuals = (errors - rate * trials) / total
+    residuals = (errors - wrong / (total or 1) * trials) / (total or 1)
     single = (residuals**2).sum() / 2
     variance = (residuals.sum(1) ** 2).sum() - single
     # The estimate may be negative for few identities; independent pairs are the least dependence.
-    return _with_interval(rate, max(variance, single), wrong, total, count, independent=max(1, count // 2))
+    return _with_interval(wrong, total, count, variance=max(variance, single), independent=max(1, count // 2))
 
 
 def identity_error_rate(errors: np.ndarray, trials: np.ndarray) -> ErrorRate:
@@ -79,11 +76,8 @@ def identity_error_rate(errors: np.ndarray, trials: np.ndarray) -> ErrorRate:
     """
     errors, trials = errors.astype(np.float64), trials.astype(np.float64)
     count, total, wrong = int((trials > 0).sum()), trials.sum(), errors.sum()
-    if not total:
-        return ErrorRate(0.0, 0.0, 1.0, 0, 0, 0)
-    rate = wrong / total
-    variance = (((errors - rate * trials) / total) ** 2).sum()
-    return _with_interval(rate, variance, wrong, total, count, independent=count)
+    variance = (((errors - wrong / (total or 1) * trials) / (total or 1)) ** 2).sum()
+    return _with_interval(wrong, total, count, variance=variance, independent=count)
 
 
 def difference_interval(first: ErrorRate, second: ErrorRate) -> tuple[float, float]:
@@ -117,12 +111,13 @@ def _symmetric(counts: np.ndarray) -> np.ndarray:
     return both
 
 
-def _with_interval(
-    rate: float, variance: float, errors: float, trials: float, identities: int, *, independent: int
-) -> ErrorRate:
-    """Compute the interval from the variance of the rate; ``independent`` trials are used if it is 0."""
+def _with_interval(errors: float, trials: float, identities: int, *, variance: float, independent: int) -> ErrorRate:
+    """Compute the rate, and its interval from its variance; ``independent`` trials are used if it is 0."""
     from scipy import special  # slow to import
 
+    if not trials:
+        return ErrorRate(0.0, 0.0, 1.0, 0, 0, 0)
+    rate = errors / trials
     number, quantile = float(independent), (1 + _CONFIDENCE) / 2
     if variance > 0 and identities > 1:
         number = rate * (1 - rate) / variance

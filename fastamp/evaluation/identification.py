@@ -16,11 +16,13 @@ NEW = "new"
 """Default name of an identity that is not in the database."""
 
 Label = Hashable
+# Number of the label of unknown individuals.
+_NEW_NUMBER = -1
 
 
 def encode_labels(
     true: Sequence[Any], predicted: Sequence[Any], new: Label | None = None
-) -> tuple[np.ndarray, np.ndarray, int]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Number the labels of N images.
 
     Args:
@@ -28,8 +30,7 @@ def encode_labels(
         new: name of unknown individuals, of any type. Default: None, there are none.
 
     Returns:
-        ``(true, predicted, new)``: (N,) int64, (N,) int64 and int; equal labels have equal numbers. ``new`` is -1 if
-        it is None.
+        ``(true, predicted)``: (N,) int64 each; equal labels have equal numbers, and ``new`` has -1.
 
     Raises:
         DataError: if the numbers of labels differ, or texts and integers are mixed.
@@ -39,31 +40,30 @@ def encode_labels(
             f"expected one prediction for each image, got {len(predicted)} predictions for {len(true)} images.\n"
             "  fix: pass one prediction for each true label"
         )
-    true, predicted = _plain_labels(true), _plain_labels(predicted)
     _check_kinds(true, predicted, new=new)
-    numbers: dict[Any, int] = {} if new is None else {_plain(new): -1}
+    numbers: dict[Any, int] = {} if new is None else {new: _NEW_NUMBER}
     for label in (*true, *predicted):
         numbers.setdefault(label, len(numbers))
-    codes = [np.array([numbers[label] for label in labels], dtype=np.int64) for labels in (true, predicted)]
-    return codes[0], codes[1], -1
+    codes, guesses = (np.array([numbers[label] for label in labels], dtype=np.int64) for labels in (true, predicted))
+    return codes, guesses
 
 
 def accuracy(true: Sequence[Any], predicted: Sequence[Any], new: Label | None = None) -> float:
     """Compute the fraction of the images that are predicted right, in 0..1."""
-    codes, guesses, _ = encode_labels(true, predicted, new)
+    codes, guesses = encode_labels(true, predicted, new)
     return _mean(codes == guesses)
 
 
 def accuracy_known(true: Sequence[Any], predicted: Sequence[Any], new: Label = NEW) -> float:
     """Compute the accuracy on the images whose true label is not ``new``; NaN if there are none."""
-    codes, guesses, number = encode_labels(true, predicted, new)
-    return _mean((codes == guesses)[codes != number])
+    codes, guesses = encode_labels(true, predicted, new)
+    return _mean((codes == guesses)[codes != _NEW_NUMBER])
 
 
 def accuracy_unknown(true: Sequence[Any], predicted: Sequence[Any], new: Label = NEW) -> float:
     """Compute the accuracy on the images whose true label is ``new``; NaN if there are none."""
-    codes, guesses, number = encode_labels(true, predicted, new)
-    return _mean((codes == guesses)[codes == number])
+    codes, guesses = encode_labels(true, predicted, new)
+    return _mean((codes == guesses)[codes == _NEW_NUMBER])
 
 
 def normalized_accuracy(
@@ -79,7 +79,7 @@ def normalized_accuracy(
 
 def balanced_accuracy(true: Sequence[Any], predicted: Sequence[Any], new: Label | None = None) -> float:
     """Compute the mean over the classes of ``true`` of the fraction of their images that are predicted right."""
-    codes, guesses, _ = encode_labels(true, predicted, new)
+    codes, guesses = encode_labels(true, predicted, new)
     return _mean_per_class(codes, codes == guesses)
 
 
@@ -132,7 +132,7 @@ def baks(true: Sequence[Any], predicted: Sequence[Any], unknown: Collection[Any]
     Raises:
         DataError: see ``encode_labels``; also if ``unknown`` is of another type than the labels.
     """
-    codes, guesses, _ = encode_labels(true, predicted, new)
+    codes, guesses = encode_labels(true, predicted, new)
     known = ~_is_member(true, unknown, new)
     return _mean_per_class(codes[known], (codes == guesses)[known])
 
@@ -143,9 +143,9 @@ def baus(true: Sequence[Any], predicted: Sequence[Any], unknown: Collection[Any]
     Returns:
         Mean over the unknown identities of the fraction of their images that are predicted ``new``; NaN without any.
     """
-    codes, guesses, number = encode_labels(true, predicted, new)
+    codes, guesses = encode_labels(true, predicted, new)
     chosen = _is_member(true, unknown, new)
-    return _mean_per_class(codes[chosen], (guesses == number)[chosen])
+    return _mean_per_class(codes[chosen], (guesses == _NEW_NUMBER)[chosen])
 
 
 def geometric_mean(known: float, unknown: float) -> float:
@@ -219,7 +219,6 @@ class _ClassCounts:
 
     def __init__(self, true: np.ndarray, predicted: np.ndarray) -> None:
         _, codes = np.unique(np.concatenate((true, predicted)), return_inverse=True)
-        codes = codes.reshape(-1)
         true, predicted = codes[: len(true)], codes[len(true) :]
         size = int(codes.max(initial=-1)) + 1
         self.true, self.predicted = np.bincount(true, minlength=size), np.bincount(predicted, minlength=size)
@@ -230,27 +229,23 @@ class _ClassCounts:
         return _mean(fractions[self.true > 0] if ignore_empty else fractions)
 
 
-def _plain(label: Any) -> Any:
-    """Convert NumPy's integers and texts to Python's, which have no second type for equal values."""
+def _kind(label: Any) -> str:
+    """Return the name of a label's type; NumPy's integers and texts are of the types of Python's."""
     if isinstance(label, Integral) and not isinstance(label, bool | np.bool_):
-        return int(label)
-    return str(label) if isinstance(label, str) else label
+        return "int"
+    return "str" if isinstance(label, str) else type(label).__name__
 
 
-def _plain_labels(labels: Collection[Any]) -> list[Any]:
-    return [_plain(label) for label in labels]
-
-
-def _check_kinds(*labels: list[Any], new: Label | None = None) -> None:
-    """Check that plain labels other than ``new`` are all texts or all integers; labels of two types never match.
+def _check_kinds(*labels: Collection[Any], new: Label | None = None) -> None:
+    """Check that labels other than ``new`` are all texts or all integers; labels of two types never match.
 
     Raises:
         DataError: if they are not.
     """
-    kinds = {type(label) for part in labels for label in part if new is None or label != new}
-    if len(kinds) > 1 or not kinds <= {str, int}:
+    kinds = {_kind(label) for part in labels for label in part if new is None or label != new}
+    if len(kinds) > 1 or not kinds <= {"str", "int"}:
         raise DataError(
-            f"labels must be all text or all integers, got {' and '.join(sorted(kind.__name__ for kind in kinds))}.\n"
+            f"labels must be all text or all integers, got {' and '.join(sorted(kinds))}.\n"
             "  fix: convert the labels to one type, e.g. text"
         )
 
@@ -259,16 +254,15 @@ def _is_member(labels: Sequence[Any], chosen: Collection[Any], new: Label) -> np
     """Return True for each label that is in ``chosen``, which must be of the same type."""
     if isinstance(chosen, str):
         raise DataError(f"expected a list of labels, got the text {chosen!r}.\n  fix: pass [{chosen!r}]")
-    plain, names = _plain_labels(labels), set(_plain_labels(chosen))
-    _check_kinds(plain, list(names), new=new)
-    return np.array([label in names for label in plain], dtype=bool)
+    _check_kinds(labels, chosen, new=new)
+    names = set(chosen)
+    return np.array([label in names for label in labels], dtype=bool)
 
 
 def _hits(true: Any, ranked: Sequence[Any]) -> np.ndarray:
     """Return True for each of the ranked labels that equals ``true``, which must be of the same type."""
-    label, labels = _plain(true), _plain_labels(ranked)
-    _check_kinds([label], labels)
-    return np.array([candidate == label for candidate in labels], dtype=bool)
+    _check_kinds([true], ranked)
+    return np.array([label == true for label in ranked], dtype=bool)
 
 
 def _mean(values: np.ndarray) -> float:
@@ -277,4 +271,4 @@ def _mean(values: np.ndarray) -> float:
 
 def _mean_per_class(codes: np.ndarray, right: np.ndarray) -> float:
     _, classes = np.unique(codes, return_inverse=True)
-    return _mean(np.bincount(classes.reshape(-1), weights=right) / np.bincount(classes.reshape(-1)))
+    return _mean(np.bincount(classes, weights=right) / np.bincount(classes))

@@ -46,10 +46,8 @@ class OpenSetRates:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "OpenSetRates":
         """Restore the rates from the dict of ``dataclasses.asdict``."""
-        values: dict[str, Any] = {
-            name: ErrorRate(**rate) if name != "gallery_size" else rate for name, rate in state.items()
-        }
-        return cls(**values)
+        rates = {name: ErrorRate(**rate) for name, rate in state.items() if name != "gallery_size"}
+        return cls(**rates, gallery_size=state["gallery_size"])
 
 
 @dataclass(frozen=True)
@@ -242,19 +240,15 @@ class SetScores:
 
     def reliability(self, curve: ProbabilityCurve) -> Reliability:
         """Compare predicted probabilities with the observed fractions of genuine pairs."""
-        pairs = [self.genuine, self.impostor]
-        predicted = [curve.at(scores) for scores in pairs]
-        bins = [np.minimum((part * _RELIABILITY_BINS).astype(np.int64), _RELIABILITY_BINS - 1) for part in predicted]
-        counts, sums = (
-            [
-                np.bincount(where, weights, minlength=_RELIABILITY_BINS) / len(where)
-                for where, weights in zip(bins, values, strict=True)
-            ]
-            for values in ([None, None], predicted)
-        )
-        weight = counts[0] + counts[1]
+        counts, sums = np.zeros((2, _RELIABILITY_BINS)), np.zeros(_RELIABILITY_BINS)
+        for number, scores in enumerate((self.genuine, self.impostor)):
+            predicted = curve.at(scores)
+            bins = np.minimum((predicted * _RELIABILITY_BINS).astype(np.int64), _RELIABILITY_BINS - 1)
+            counts[number] = np.bincount(bins, minlength=_RELIABILITY_BINS) / len(bins)
+            sums += np.bincount(bins, predicted, minlength=_RELIABILITY_BINS) / len(bins)
+        weight = counts.sum(0)
         used = weight > 0
-        mean, observed = (sums[0] + sums[1])[used] / weight[used], counts[0][used] / weight[used]
+        mean, observed = sums[used] / weight[used], counts[0, used] / weight[used]
         return Reliability(mean, observed, float((np.abs(mean - observed) * weight[used]).sum() / weight.sum()))
 
 

@@ -18,13 +18,6 @@ from fastamp.utils.progress import track
 logger = logging.getLogger(__name__)
 
 
-def _buffers(layer: nn.modules.batchnorm._BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the running mean, running variance and number of batches of a layer that tracks them."""
-    mean, variance, count = layer.running_mean, layer.running_var, layer.num_batches_tracked
-    assert mean is not None and variance is not None and count is not None
-    return mean, variance, count
-
-
 class _PooledStatistics:
     """Pooled mean and variance of a layer's inputs over batches (Chan et al. 1983, updating formulas).
 
@@ -35,7 +28,7 @@ class _PooledStatistics:
     def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
         self.layer = layer
         self.count = 0
-        self.mean = to_float32(torch.zeros_like(_buffers(layer)[0]))
+        self.mean = to_float32(torch.zeros_like(next(layer.buffers())))
         self.squares = self.mean.clone()  # sum of squared deviations from the mean, divided by the count
 
     @force_fp32
@@ -56,11 +49,8 @@ class _PooledStatistics:
         mean = comm.all_reduce_sum(self.mean * (count / total))
         squares = comm.all_reduce_sum((self.squares + (self.mean - mean).square()) * (count / total))
         # Layers that evaluation does not run, e.g. those of a momentum encoder, keep their statistics.
-        running_mean, running_var, _ = _buffers(self.layer)
-        for buffer, value in (
-            (running_mean, mean),
-            (running_var, squares * (total / (total - 1).clamp_min(1))),
-        ):
+        values = (mean, squares * (total / (total - 1).clamp_min(1)))
+        for buffer, value in zip(self.layer.buffers(), values, strict=False):  # the running mean and variance
             buffer.copy_(torch.where(total > 0, value, buffer))
 
 
@@ -91,7 +81,7 @@ def update_bn_statistics(
     if not layers:
         return 0
     statistics = [_PooledStatistics(layer) for layer in layers]
-    saved = [[buffer.clone() for buffer in _buffers(layer)] for layer in layers]
+    saved = [[buffer.clone() for buffer in layer.buffers()] for layer in layers]
     handles = [
         layer.register_forward_pre_hook(lambda _, inputs, statistic=statistic: statistic.add(inputs[0]))
         for layer, statistic in zip(layers, statistics, strict=True)
@@ -109,7 +99,7 @@ def update_bn_statistics(
         for handle in handles:
             handle.remove()
         for layer, values in zip(layers, saved, strict=True):
-            for buffer, value in zip(_buffers(layer), values, strict=True):
+            for buffer, value in zip(layer.buffers(), values, strict=True):
                 buffer.copy_(value)
     for statistic in statistics:
         statistic.write()

@@ -63,19 +63,11 @@ class Protocol:
         check_choice("TEST.KNN_BACKEND", self.backend, BACKENDS)
         parts = {"RERANK": self.re_ranking, "AQE": self.expansion, "ROC": self.false_accept_rates}
         for name, part in parts.items():
-            if part is None:
-                continue
-            if self.rule.draws:
+            if part is not None and (self.rule.draws or (self.rule.all_images and name != "ROC")):
+                ranks = "draws images at random" if self.rule.draws else "ranks each image against all others"
                 raise ConfigError(
-                    f"TEST.{name}.ENABLED=True requires a fixed gallery, but TEST.PROTOCOL={self.rule.name} draws "
-                    "random galleries.\n"
+                    f"TEST.{name}.ENABLED=True requires a fixed gallery, but TEST.PROTOCOL={self.rule.name} {ranks}.\n"
                     f"  fix: set TEST.{name}.ENABLED False, or TEST.PROTOCOL no_camera to use the fixed gallery"
-                )
-            if self.rule.all_images and name != "ROC":
-                raise ConfigError(
-                    f"TEST.{name}.ENABLED=True requires separate queries and gallery images, but under TEST.PROTOCOL="
-                    f"{self.rule.name} each image is a query against all others.\n"
-                    f"  fix: set TEST.{name}.ENABLED False, or use another TEST.PROTOCOL"
                 )
 
     @classmethod
@@ -193,25 +185,18 @@ def count_matches(identities: Identities, rule: RankingRule) -> Iterator[np.ndar
 
 def no_match_error(identities: Identities, rule: RankingRule) -> NoMatchError:
     """Build the error for a test set in which no query has a match."""
-    fix = "give the images of an identity the same name or number in query and gallery"
-    if rule.all_images:
-        count = len(identities.query_pids) + len(identities.gallery_pids)
-        return NoMatchError(f"none of the {count} images has a match: each identity has only one image.\n  fix: {fix}")
     sides = [set(pids.tolist()) for pids in (identities.query_pids, identities.gallery_pids)]
     common = sides[0] & sides[1] - ({MISSING} if rule.trapezoid else set())
-    none = f"none of the {len(identities.query_pids)} queries has a match in the gallery"
-    if not common:
-        return NoMatchError(
-            f"{none}: query and gallery have no identity in common (query: {len(sides[0])}, gallery: "
-            f"{len(sides[1])}).\n  fix: {fix}"
-        )
-    if rule.junk is not SAME_CAMERA:
-        return NoMatchError(
-            f"{none}: the rule of TEST.PROTOCOL={rule.name} excludes all images of the {len(common)} common "
-            "identities as junk.\n  fix: check the test set and the junk of this rule"
-        )
-    return NoMatchError(
-        f"{none} (the same identity from another camera): the gallery images of each of the {len(common)} common "
-        "identities are from the camera of the query.\n"
-        "  fix: add gallery images from other cameras; or, if cameras do not matter, set TEST.PROTOCOL to no_camera"
-    )
+    fix = "give the images of an identity the same name or number in query and gallery"
+    if rule.all_images:
+        cause = "each identity has only one image"
+    elif not common:
+        cause = f"query and gallery have no identity in common (query: {len(sides[0])}, gallery: {len(sides[1])})"
+    elif rule.junk is SAME_CAMERA:
+        cause = f"the gallery images of each of the {len(common)} common identities are from the camera of the query"
+        fix = "add gallery images from other cameras; or, if cameras do not matter, set TEST.PROTOCOL to no_camera"
+    else:
+        cause = f"TEST.PROTOCOL={rule.name} excludes all images of the {len(common)} common identities as junk"
+        fix = "check the test set and the junk of this rule"
+    queries = f"{len(rule.arrange(identities).query_pids)} {'images' if rule.all_images else 'queries'}"
+    return NoMatchError(f"none of the {queries} has a match in the gallery: {cause}.\n  fix: {fix}")

@@ -91,25 +91,38 @@ class EvaluationResult:
 
     def intervals(self) -> dict[str, list[float]]:
         """Compute 95 % percentile bootstrap confidence intervals of mAP and Rank-1 over queries, in percent."""
-        ranking = self.ranking
-        weights = ranking.trials[ranking.valid].numpy()
-        values = {"mAP": ranking.ap, "Rank-1": ranking.hits(1)}
-        weighted = {name: per_query[ranking.valid].numpy() * weights for name, per_query in values.items()}
-        generator = np.random.default_rng(self.protocol.seed)
-        means: dict[str, list[np.ndarray]] = {name: [] for name in values}
-        count, remaining = len(weights), self.protocol.resamples
-        equal_weights = bool((weights == weights[0]).all())
-        while remaining:
-            size = min(remaining, max(1, _RESAMPLED // count))
-            chosen = generator.integers(0, count, (size, count), dtype=np.int32)
-            total = count * weights[0] if equal_weights else weights[chosen].sum(1)
-            for name, per_query in weighted.items():
-                means[name].append(per_query[chosen].sum(1) / total)
-            remaining -= size
-        return {
-            name: [100 * float(bound) for bound in np.quantile(np.concatenate(parts), _INTERVAL)]
-            for name, parts in means.items()
-        }
+        ranking = self.ranking.select(self.ranking.valid)
+        weights = ranking.trials.numpy()
+        sums = weights * np.stack((ranking.ap.numpy(), ranking.hits(1).numpy()))
+        bounds = 100 * bootstrap_intervals(sums, weights, self.protocol.resamples, self.protocol.seed)
+        return dict(zip(("mAP", "Rank-1"), bounds.tolist(), strict=True))
+
+
+def bootstrap_intervals(sums: np.ndarray, weights: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """Compute 95 % percentile bootstrap confidence intervals of ``sums.sum(1) / weights.sum()`` over N units.
+
+    Args:
+        sums: (C, N) float64.
+        weights: (N,) float64, above 0.
+        resamples: number of resamples.
+        seed: seed of the resamples.
+
+    Returns:
+        (C, 2) float64, lower and upper bound of each row.
+    """
+    generator, count = np.random.default_rng(seed), len(weights)
+    is_equal, means = bool((weights == weights[0]).all()), []
+    for size in chunks(resamples, count):
+        chosen = generator.integers(0, count, (size, count), dtype=np.int32)
+        total = count * weights[0] if is_equal else weights[chosen].sum(1)
+        means.append([row[chosen].sum(1) / total for row in sums])
+    return np.asarray(np.quantile(np.concatenate(means, axis=1), _INTERVAL, axis=1).T)
+
+
+def chunks(resamples: int, count: int) -> list[int]:
+    """Split a number of resamples of ``count`` units into parts that fit into the CPU cache."""
+    size = max(1, _RESAMPLED // count)
+    return [min(size, resamples - start) for start in range(0, resamples, size)]
 
 
 def summarize(ranking: RankingResult, rule: RankingRule, ranks: Sequence[int], num_gallery: int) -> dict[str, Any]:

@@ -111,8 +111,8 @@ class RocCounter:
         used = np.flatnonzero(genuine + impostor)  # empty bins change neither rate
         tar, far = (counts[used].cumsum() / counts.sum() for counts in (genuine, impostor))
         thresholds = np.where(used < _BINS - 1, (used + 1) / self._scale, np.inf)
-        columns = (np.append(0.0, column) for column in (thresholds, tar, far))
-        return RocCurve(*columns, num_genuine=int(genuine.sum()), num_impostor=int(impostor.sum()))
+        thresholds, tar, far = (np.append(0.0, column) for column in (thresholds, tar, far))
+        return RocCurve(thresholds, tar, far, int(genuine.sum()), int(impostor.sum()))
 
 
 def write_roc(curve: RocCurve, rates: Sequence[float], folder: Path) -> list[Path]:

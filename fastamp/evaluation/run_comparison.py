@@ -13,14 +13,12 @@ import numpy as np
 import torch
 
 from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.result import bootstrap_intervals, chunks
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import expand
 
 RANKS = (1, 5, 10)
 _RESAMPLES = 10_000
-# Random numbers drawn at once over all resamples.
-_DRAWN = 2**18
-_INTERVAL = (0.025, 0.975)
 # Sums whose difference is below this, relative to the largest possible one, are equal up to rounding.
 _ROUNDING = 1e-12
 # Errors of reading a damaged npz or CSV file.
@@ -134,11 +132,10 @@ def compare_rankings(
     weights = first.trials[valid].numpy()
     metrics = [_metrics_of(ranking.select(valid), ranks) for ranking in (first, second)]
     means = [np.array([100 * (weights @ values) / weights.sum() for values in metric.values()]) for metric in metrics]
-    changes = np.stack([metrics[1][name] - metrics[0][name] for name in metrics[0]], axis=1)
-    sums = np.stack([np.bincount(groups, weights=weights * column) for column in changes.T], axis=1)
-    totals = np.bincount(groups, weights=weights)
-    low, high = 100 * _interval(sums, totals, resamples, seed)
-    columns = (*means, means[1] - means[0], low, high, _p_values(sums, resamples, seed))
+    changes = [metrics[1][name] - metrics[0][name] for name in metrics[0]]
+    sums = np.stack([np.bincount(groups, weights=weights * change) for change in changes])
+    bounds = 100 * bootstrap_intervals(sums, np.bincount(groups, weights=weights), resamples, seed)
+    columns = (*means, means[1] - means[0], *bounds.T, _p_values(sums.T, resamples, seed))
     return [
         MetricDifference(name, *values)
         for name, *values in zip(metrics[0], *map(np.ndarray.tolist, columns), strict=True)
@@ -151,33 +148,15 @@ def _metrics_of(ranking: RankingResult, ranks: Sequence[int]) -> dict[str, np.nd
     return {"mAP": ranking.ap.numpy(), **hits, "mINP": ranking.inp.numpy()}
 
 
-def _interval(sums: np.ndarray, totals: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Compute bootstrap intervals (2, columns) of ``sums.sum(0) / totals.sum()`` over the rows."""
-    generator, count = np.random.default_rng(seed), len(totals)
-    means = []
-    for size in _chunks(resamples, count):
-        chosen = generator.integers(0, count, (size, count))
-        drawn = np.bincount((chosen + count * np.arange(size)[:, None]).ravel(), minlength=size * count)
-        drawn = drawn.reshape(size, count).astype(np.float64)
-        means.append(drawn @ sums / (drawn @ totals)[:, None])
-    return np.asarray(np.quantile(np.concatenate(means), _INTERVAL, axis=0))
-
-
 def _p_values(sums: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     """Compute two-sided p values of the column sums under random signs of the rows."""
     generator, count = np.random.default_rng(seed), len(sums)
     observed = np.abs(sums.sum(0)) - _ROUNDING * np.abs(sums).sum(0)
     extreme = np.ones(sums.shape[1])  # the observed signs
-    for size in _chunks(resamples, count):
+    for size in chunks(resamples, count):
         signs = generator.integers(0, 2, (size, count)) * 2.0 - 1
         extreme += (np.abs(signs @ sums) >= observed).sum(0)
     return extreme / (1 + resamples)
-
-
-def _chunks(total: int, count: int) -> list[int]:
-    """Split a number of resamples of ``count`` identities into parts that fit into memory."""
-    size = max(1, _DRAWN // count)
-    return [min(size, total - start) for start in range(0, total, size)]
 
 
 def compare_runs(

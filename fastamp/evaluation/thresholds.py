@@ -124,29 +124,26 @@ def calibrate(
         DataError: if features are not finite, or there are too few identities for a wanted rate.
     """
     check_metric(metric)
-    calibration_options = CalibrationOptions(**options)
-    first, second = calibration_options.split(identities.query_pids.numpy(), source)
-    parts = [
-        SetScores(features, identities, metric=metric, junk=junk, only=part, seed=calibration_options.seed)
-        for part in (first, second)
-    ]
-    size, largest = calibration_options.gallery_size, min(part.max_gallery_size for part in parts)
+    wanted = CalibrationOptions(**options)
+    halves = wanted.split(identities.query_pids.numpy(), source)
+    parts = [SetScores(features, identities, metric=metric, junk=junk, only=pids, seed=wanted.seed) for pids in halves]
+    size, largest = wanted.gallery_size, min(part.max_gallery_size for part in parts)
     if size is not None and not 1 <= size <= largest:
         raise ConfigError(
             f"the gallery size must be in 1..{largest}, the number of images of other identities in either part; got "
             f"{size}.\n  fix: choose a smaller gallery size, or a dataset with more images"
         )
-    galleries = [part.draw_gallery(size or largest, calibration_options.seed) for part in parts]
+    galleries = [part.draw_gallery(size or largest, wanted.seed) for part in parts]
     genuine, impostor, (best, _) = parts[0].genuine, parts[0].impostor, parts[0].best(galleries[0])
-    same = _upper_threshold(impostor, calibration_options.far)
-    different = min(-_upper_threshold(-genuine, calibration_options.frr), same)
-    search = _upper_threshold(best[np.isfinite(best)], calibration_options.fpir)
-    curve = fit_probability(genuine, impostor, method=calibration_options.method, num_identities=len(first))
+    same = _upper_threshold(impostor, wanted.far)
+    different = min(-_upper_threshold(-genuine, wanted.frr), same)
+    search = _upper_threshold(best[np.isfinite(best)], wanted.fpir)
+    curve = fit_probability(genuine, impostor, method=wanted.method, num_identities=len(halves[0]))
     chosen, measured = (
-        part.rates(same, different, search, gallery) for part, gallery in zip(parts, galleries, strict=True)
+        part.rates(same, different, search, drawn) for part, drawn in zip(parts, galleries, strict=True)
     )
     sign = 1 if metric == "cosine" else -1
-    stated = {name: float(vars(calibration_options)[name]) for name in ("far", "frr", "fpir", "fraction")}
+    stated = {name: float(vars(wanted)[name]) for name in ("far", "frr", "fpir", "fraction")}
     return Calibration(
         metric=metric,
         same_threshold=sign * same,
@@ -158,8 +155,8 @@ def calibrate(
         measured=measured,
         source=source,
         config_hash=config_hash,
-        method=calibration_options.method,
-        seed=int(calibration_options.seed),
+        method=wanted.method,
+        seed=int(wanted.seed),
         **stated,
     )
 

@@ -1,5 +1,6 @@
 """Protocols with random galleries or queries: one pass over the distances ranks all trials."""
 
+import itertools
 import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -188,16 +189,12 @@ def draw_images(
         (n,) int64, indices of the drawn images, sorted by identity, camera and position.
     """
     camids = np.zeros_like(pids) if camids is None else camids
-    order = np.arange(len(pids)) if cameras is None else np.flatnonzero(np.isin(camids, list(cameras)))
-    order = order[np.lexsort((camids[order], pids[order]))]  # stable
-    is_first = np.ones(len(order), dtype=bool)
-    is_first[1:] = (np.diff(pids[order]) != 0) | (np.diff(camids[order]) != 0)
-    starts = np.flatnonzero(is_first)
+    labels = list(zip(pids.tolist(), camids.tolist(), strict=True))
+    order = np.lexsort((camids, pids)).tolist()  # stable
     chosen: list[int] = []
-    for start, count in zip(starts.tolist(), np.diff(np.append(starts, len(order))).tolist(), strict=True):
-        positions = range(start, start + count)
-        chosen += (
-            [generator.choice(positions)] if shots == 1 else sorted(generator.sample(positions, min(shots, count)))
-        )
-    drawn: np.ndarray = order[np.array(chosen, dtype=np.int64)]
-    return drawn
+    for (_, camera), group in itertools.groupby(order, key=labels.__getitem__):
+        images = list(group)
+        if cameras is None or camera in cameras:
+            count = min(shots, len(images))
+            chosen += [generator.choice(images)] if shots == 1 else sorted(generator.sample(images, count))
+    return np.array(chosen, dtype=np.int64)
