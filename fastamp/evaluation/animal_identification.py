@@ -112,16 +112,14 @@ def choose_threshold(ranking: RankingResult) -> float:
 def _class_weights(pids: np.ndarray) -> np.ndarray:
     """Return the weight of each image in the mean over identities of the mean over the images of an identity."""
     _, inverse, counts = np.unique(pids, return_inverse=True, return_counts=True)
-    weights: np.ndarray = 1 / (counts[inverse] * len(counts))
-    return weights
+    return np.asarray(1 / (counts[inverse] * len(counts)))
 
 
 def _cumulative(scores: np.ndarray, weights: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
     """Return the sum of the weights of the scores below each threshold."""
     order = np.argsort(scores)
     sums = np.concatenate(([0.0], np.cumsum(weights[order])))
-    below: np.ndarray = sums[np.searchsorted(scores[order], thresholds, side="left")]
-    return below
+    return np.asarray(sums[np.searchsorted(scores[order], thresholds, side="left")])
 
 
 def identification_metrics(
@@ -163,8 +161,7 @@ def identification_metrics(
 
 def _extra(ranking: RankingResult) -> np.ndarray:
     assert ranking.extra is not None
-    extra: np.ndarray = ranking.extra.numpy()
-    return extra
+    return np.asarray(ranking.extra.numpy())
 
 
 def num_validation(ranking: RankingResult) -> int:

@@ -70,8 +70,7 @@ class Calibration:
 
     def accepts(self, scores: np.ndarray) -> np.ndarray:
         """Return True for the scores of best matches that are accepted, of any shape; others are unknown."""
-        accepted: np.ndarray = self._similarity(scores) >= self._similarity(self.search_threshold)
-        return accepted
+        return np.asarray(self._similarity(scores) >= self._similarity(self.search_threshold))
 
     def probability(self, score: float | np.ndarray, *, prior: float = 0.5) -> np.ndarray:
         """Compute the probability of the same identity; see ``ProbabilityCurve.at``."""

@@ -21,20 +21,17 @@ _PRCC_SEED = 3
 
 
 def _same_clothes(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
-    same: np.ndarray = matches.query_columns[CLOTHES][queries] == matches.gallery_columns[CLOTHES][gallery]
-    return same
+    return np.asarray(matches.query_columns[CLOTHES][queries] == matches.gallery_columns[CLOTHES][gallery])
 
 
 def _same_camera_or_clothes(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
     """Return True for each pair from the same camera or in the same clothes; see ``Junk.test``."""
-    junk: np.ndarray = same_camera(matches, queries, gallery) | _same_clothes(matches, queries, gallery)
-    return junk
+    return np.asarray(same_camera(matches, queries, gallery) | _same_clothes(matches, queries, gallery))
 
 
 def _same_camera_or_other_clothes(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
     """Return True for each pair from the same camera or in other clothes; see ``Junk.test``."""
-    junk: np.ndarray = same_camera(matches, queries, gallery) | ~_same_clothes(matches, queries, gallery)
-    return junk
+    return np.asarray(same_camera(matches, queries, gallery) | ~_same_clothes(matches, queries, gallery))
 
 
 class ClothesRule(RankingRule):

@@ -62,15 +62,11 @@ class Clustering:
         check_choice("clustering method", self.method, METHODS)
         if self.method == "hdbscan":
             check_hdbscan()
-        if not 0 < self.eps < 1:
+        if not 0 < self.eps < 1 or min(self.min_samples, self.k1, self.k2) < 1:
             raise ConfigError(
-                f"eps must be above 0 and below 1, the largest Jaccard distance; got {self.eps}.\n"
-                "  fix: choose a value such as 0.6"
-            )
-        if min(self.min_samples, self.k1, self.k2) < 1:
-            raise ConfigError(
-                f"min_samples, k1 and k2 must be at least 1; got {self.min_samples}, {self.k1} and {self.k2}.\n"
-                "  fix: choose values of at least 1, e.g. 4, 30 and 6"
+                "eps must be above 0 and below 1, the largest Jaccard distance, and min_samples, k1 and k2 at least 1; "
+                f"got eps {self.eps}, min_samples {self.min_samples}, k1 {self.k1} and k2 {self.k2}.\n"
+                "  fix: choose values such as 0.6, 4, 30 and 6"
             )
 
     def __str__(self) -> str:
@@ -257,21 +253,19 @@ def cluster_quality(labels: np.ndarray, identities: np.ndarray | None = None) ->
         return ClusterQuality(clusters, outliers, len(labels))
     names = np.unique(identities[labels != OUTLIER], return_inverse=True)[1]
     pairs, counts = np.unique(np.stack((clustered, names)), axis=1, return_counts=True)
-    largest = np.zeros(clustered.max() + 1, dtype=np.int64)
-    np.maximum.at(largest, pairs[0], counts)
-    sizes = [np.unique(labels, return_counts=True)[1] for labels in (clustered, names)]
-    entropies = [_entropy(counts) for counts in sizes]
-    total = sum(entropies)
+    # The pairs are sorted by cluster.
+    _, starts, identities_of = np.unique(pairs[0], return_index=True, return_counts=True)
+    total = sum(_entropy(np.unique(labels, return_counts=True)[1]) for labels in (clustered, names))
     # The mutual information is the sum of both entropies minus the joint entropy.
     nmi = 2 * (total - _entropy(counts)) / total if total > 0 else 1.0
     return ClusterQuality(
         clusters,
         outliers,
         len(labels),
-        purity=float(largest.sum() / len(clustered)),
+        purity=float(np.maximum.reduceat(counts, starts).sum() / len(clustered)),
         nmi=float(min(max(nmi, 0.0), 1.0)),
         split=int((np.bincount(pairs[1]) > 1).sum()),
-        merged=int((np.bincount(pairs[0]) > 1).sum()),
+        merged=int((identities_of > 1).sum()),
     )
 
 

@@ -50,8 +50,7 @@ def _same_place(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> n
     Queries are only from cameras 3 and 6, so numbers from 0 and from 1 cannot be confused.
     """
     query, other = matches.query_camids[queries], matches.gallery_camids[gallery]
-    junk: np.ndarray = ((query == 3) & (other == 2)) | ((query == 2) & (other == 1))
-    return junk
+    return np.asarray(((query == 3) & (other == 2)) | ((query == 2) & (other == 1)))
 
 
 SAME_PLACE = Junk(_same_place, same_identity_only=False)

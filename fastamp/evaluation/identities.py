@@ -98,8 +98,7 @@ class Identities:
         names = self.column_names.get(column)
         distinct, numbers = values.unique(return_inverse=True)
         texts = np.array([_value_text(value, names) for value in distinct.tolist()], dtype=str)
-        chosen: np.ndarray = texts[numbers.numpy()]
-        return chosen
+        return np.asarray(texts[numbers.numpy()])
 
 
 def _value_text(value: float, names: Sequence[str] | None) -> str:
@@ -239,8 +238,7 @@ class Matches:
 
 def same_camera(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
     """Return True for each pair of a query and a gallery image from the same camera; see ``Junk.test``."""
-    same: np.ndarray = matches.query_camids[queries] == matches.gallery_camids[gallery]
-    return same
+    return np.asarray(matches.query_camids[queries] == matches.gallery_camids[gallery])
 
 
 SAME_CAMERA = Junk(same_camera)
@@ -249,8 +247,7 @@ SAME_CAMERA = Junk(same_camera)
 
 def same_image(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
     """Return True for each pair of an image with itself; see ``Junk.test``."""
-    same: np.ndarray = matches.query_columns[IMAGE][queries] == matches.gallery_columns[IMAGE][gallery]
-    return same
+    return np.asarray(matches.query_columns[IMAGE][queries] == matches.gallery_columns[IMAGE][gallery])
 
 
 SAME_IMAGE = Junk(same_image, uses_cameras=False)

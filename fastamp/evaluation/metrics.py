@@ -195,10 +195,7 @@ def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
 
 
 def check_features(
-    query_features: torch.Tensor,
-    gallery_features: torch.Tensor,
-    identities: Identities,
-    dtype: torch.dtype = torch.float64,
+    query_features: torch.Tensor, gallery_features: torch.Tensor, identities: Identities, dtype: torch.dtype
 ) -> None:
     """Validate query and gallery features before ranking.
 
@@ -207,7 +204,6 @@ def check_features(
         gallery_features: (G, D) float.
         identities: identities and cameras of the Q query and G gallery images.
         dtype: dtype of distances between float64 features. Distances between features of other dtypes are float32.
-            Default: float64.
 
     Raises:
         DataError: if shapes do not match, features are not finite, or their squared distances overflow.

@@ -91,8 +91,7 @@ def search_neighbors(distances: FeatureDistances, k: int, *, backend: str = "aut
         axes = principal_axes(gallery)
     source: Iterator[_Candidates]
     if axes is not None:
-        candidates = projected_candidates(distances, axes, count, start, stop)
-        source = (_Candidates(*block, farthest=None, rows=None) for block in candidates)
+        source = (_Candidates(*block) for block in projected_candidates(distances, axes, count, start, stop))
     else:
         source = (_faiss_candidates if backend == "faiss" else _torch_candidates)(distances, count, start, stop)
     indices, largest = [torch.empty(0, k, dtype=torch.int64)], [torch.empty(0)]
@@ -120,8 +119,8 @@ class _Candidates(NamedTuple):
     queries: torch.Tensor
     indices: torch.Tensor
     values: torch.Tensor
-    farthest: torch.Tensor | None
-    rows: torch.Tensor | None
+    farthest: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
 def _torch_candidates(distances: FeatureDistances, count: int, start: int, stop: int) -> Iterator[_Candidates]:
@@ -144,8 +143,7 @@ def _faiss_candidates(distances: FeatureDistances, count: int, start: int, stop:
         opposite = np.concatenate((block * -2, np.ones((len(block), 1), dtype=np.float32)), axis=1)
         _, farthest = faiss.knn(opposite, extended, 1, metric=faiss.METRIC_INNER_PRODUCT)
         columns = (np.arange(first, last), nearest.astype(np.int64), values, farthest.astype(np.int64)[:, 0])
-        numbers, candidates, values, farthest = (torch.from_numpy(column).to(distances.device) for column in columns)
-        yield _Candidates(numbers, candidates, values, farthest, rows=None)
+        yield _Candidates(*(torch.from_numpy(column).to(distances.device) for column in columns))
 
 
 def _resolve_ties(distances: FeatureDistances, block: _Candidates, k: int) -> torch.Tensor:

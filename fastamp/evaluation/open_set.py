@@ -160,8 +160,7 @@ class SetScores:
         order = np.random.default_rng(seed).permutation(len(self._starts))
         sizes = np.bincount(self._identity)
         kept = order[: max(2, int((np.cumsum(sizes[order]) <= size + sizes.mean() + 0.5).sum()))]
-        chosen: np.ndarray = np.isin(self._identity, kept)
-        return chosen
+        return np.asarray(np.isin(self._identity, kept))
 
     @cached_property
     def genuine(self) -> np.ndarray:
@@ -175,8 +174,7 @@ class SetScores:
 
     def _pairs(self, chosen: np.ndarray) -> np.ndarray:
         scores = self._scores[np.triu(chosen, 1)]
-        pairs: np.ndarray = scores[~np.isnan(scores)]
-        return pairs
+        return np.asarray(scores[~np.isnan(scores)])
 
     def best(self, gallery: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Find the most similar gallery image of another identity for each image.

@@ -160,14 +160,9 @@ class ReidEvaluator(DatasetEvaluator):
         features, identities, columns = self.gather()
         n, protocol = len(identities.query_pids), self.protocol
         features = features.to(ranking_device(features, protocol, self._device))
-        result = compute_metrics(
-            features[:n],
-            features[n:],
-            identities,
-            protocol,
-            self.report_options,
-            distances=self.distances(features[:n], features[n:], identities),
-        )
+        queries, gallery = features[:n], features[n:]
+        distances = self.distances(queries, gallery, identities)
+        result = compute_metrics(queries, gallery, identities, protocol, self.report_options, distances=distances)
         baselines = {
             name: baseline_metrics(columns[name][:n], columns[name][n:], identities, protocol, name)
             for name in self.baselines
@@ -177,16 +172,11 @@ class ReidEvaluator(DatasetEvaluator):
             return None
         self.ranking = result.ranking
         self._write(result)
-        rule = protocol.rule
-        self.pairs = sample_pairs(
-            features if rule.all_images else features[:n],
-            features if rule.all_images else features[n:],
-            rule.arrange(identities),
-            metric=protocol.metric,
-            junk=rule.junk,
-            same_images=rule.all_images,
-            seed=protocol.seed,
-        )
+        rule, options = protocol.rule, {"metric": protocol.metric, "seed": protocol.seed}
+        if rule.all_images:
+            queries = gallery = features
+        ranked, same_images = rule.arrange(identities), rule.all_images
+        self.pairs = sample_pairs(queries, gallery, ranked, junk=rule.junk, same_images=same_images, **options)
         if self._calibration is not None:
             calibration, dataset = self._calibration
             self.calibration_check = check_calibration(features, identities, protocol, calibration, dataset=dataset)
@@ -266,14 +256,8 @@ def write_per_query(result: EvaluationResult, path: Path) -> None:
     """
     ranking = result.ranking
     with writing(path), path.open("wb") as file:  # np.savez appends .npz to other file names
-        np.savez_compressed(
-            file,
-            protocol=np.array(result.protocol.describe()),
-            ap=ranking.ap.numpy(),
-            inp=ranking.inp.numpy(),
-            valid=ranking.valid.numpy(),
-            first_match=ranking.first_match.numpy(),
-        )
+        arrays = {name: getattr(ranking, name).numpy() for name in ("ap", "inp", "valid", "first_match")}
+        np.savez_compressed(file, protocol=np.array(result.protocol.describe()), **arrays)
 
 
 def ranking_device(features: torch.Tensor, protocol: Protocol, device: torch.device) -> torch.device:

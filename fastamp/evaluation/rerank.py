@@ -106,15 +106,10 @@ class ReRankedDistances(DistanceBlocks):
             F.normalize(features, dim=1, out=features)
         # Centering keeps the distances and makes rounding errors relative to the spread instead of the offset.
         features -= features.mean(0)
-        self._original = FeatureDistances(
-            features[: len(query_features)],
-            features[len(query_features) :],
-            metric="euclidean",
-            memory_budget_mb=memory_budget_mb,
-        )
+        search: dict[str, Any] = {"metric": "euclidean", "memory_budget_mb": memory_budget_mb}
+        self._original = FeatureDistances(*features.split(self.shape), **search)
         # FastReID adds the distance of the metric: 1 - cosine is half the squared distance of unit vectors.
         self._scale = 0.5 if options.variant == "fastreid" and metric == "cosine" else 1.0
-        search: dict[str, Any] = {"metric": "euclidean", "memory_budget_mb": memory_budget_mb}
         self._kept = self._keep_distances() if backend != "faiss" else None
         if self._kept is None:
             distances = FeatureDistances(features, features, **search)

@@ -2,12 +2,12 @@
 
 import csv
 import os
-import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -22,10 +22,7 @@ _RESAMPLES = 10_000
 # Sums whose difference is below this, relative to the largest possible one, are equal up to rounding.
 _ROUNDING = 1e-12
 # Errors of reading a damaged npz or CSV file.
-_DAMAGED = (
-    *(OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError),
-    *(csv.Error, zipfile.BadZipFile, zlib.error),
-)
+_DAMAGED = (OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, csv.Error, BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)

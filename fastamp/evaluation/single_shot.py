@@ -144,5 +144,4 @@ def _rank_among_drawn(
     match_distances = distances[rows, match_columns][:, None]
     is_earlier = torch.from_numpy(drawn < match_columns[:, None]).to(distances.device)
     before = (drawn_distances < match_distances) | ((drawn_distances == match_distances) & is_earlier)
-    ranks: np.ndarray = before.sum(1).cpu().numpy()
-    return ranks
+    return np.asarray(before.sum(1).cpu().numpy())

@@ -161,8 +161,7 @@ def count_nearer_identities(distances: torch.Tensor, starts: np.ndarray, of_quer
     rows = torch.from_numpy(of_query).to(distances.device)[:, None]
     own_distance = on_device.gather(1, rows.clamp_min(0))
     is_earlier = torch.arange(len(starts), device=distances.device) < rows
-    counted: np.ndarray = ((on_device < own_distance) | ((on_device == own_distance) & is_earlier)).sum(1).cpu().numpy()
-    return counted
+    return np.asarray(((on_device < own_distance) | ((on_device == own_distance) & is_earlier)).sum(1).cpu().numpy())
 
 
 def draw_images(
