@@ -446,6 +446,12 @@ def test_query_in_words_finds_attributes_and_scores_images():
     gallery = SimpleNamespace(columns=columns, path="gallery")
     assert AttributeTerm("red, hat", names, 0.5).scores(gallery).tolist() == [0.75 * 0.25, 0.25]
     assert AttributeTerm("red", names, 0.75).rows(gallery).tolist() == [0]
+    with pytest.raises(ConfigError, match="gallery.*'hat'"):
+        AttributeTerm("hat", names, 0.5).rows(SimpleNamespace(columns={}, path="gallery"))
+    with pytest.raises(DataError, match="'hat'.*int64"):
+        AttributeTerm("hat", names, 0.5).rows(
+            SimpleNamespace(columns={f"{VALUE_PREFIX}hat": rows[0].astype(int)}, path="")
+        )
     for text, match in (("blue", "available: upper_color=red"), (" , ", "no attributes")):
         with pytest.raises(ConfigError, match=match):
             parse_query(text, names)

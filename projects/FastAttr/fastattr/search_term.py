@@ -1,7 +1,7 @@
 """Search of images by attributes, e.g. ``red`` or ``upper_color=red, hat=cap``."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -57,40 +57,25 @@ class AttributeTerm(SearchTerm):
         return {VALUE_PREFIX + name for names in self.query for name in names}
 
     def _probabilities(self, gallery: Gallery) -> np.ndarray:
-        """Return the largest probability of the attributes of each term, (T, N) float."""
-        probabilities = attribute_columns(gallery.columns, gallery.path)
-        return np.stack([np.max([probabilities[name] for name in names], axis=0) for names in self.query])
+        """Return the largest probability of the attributes of each term, (T, N) float.
 
-
-def attribute_columns(columns: Mapping[str, np.ndarray], source: object) -> dict[str, np.ndarray]:
-    """Return the probabilities of attributes in an extraction or index.
-
-    Args:
-        columns: further columns of the images, see ``ImageColumns``.
-        source: path of the file, for the error message.
-
-    Returns:
-        Name of an attribute -> (N,) float32 in 0..1.
-
-    Raises:
-        ConfigError: if there are no attributes.
-        DataError: if a column is not (N,) float.
-    """
-    attributes = {
-        name.removeprefix(VALUE_PREFIX): values for name, values in columns.items() if name.startswith(VALUE_PREFIX)
-    }
-    if not attributes:
-        raise ConfigError(
-            f"{source} has no attributes.\n  fix: extract the features again with a model of FastAttr, or search "
-            "without --attributes"
-        )
-    for name, values in attributes.items():
-        if values.ndim != 1 or values.dtype.kind != "f":
-            raise DataError(
-                f"{source}: expected the probabilities of {name!r} to be numbers (N,), got {values.dtype} "
-                f"{values.shape}.\n  fix: extract the features again"
-            )
-    return attributes
+        Raises:
+            ConfigError: if the gallery lacks an attribute.
+            DataError: if a column is not (N,) float.
+        """
+        columns = {name: gallery.columns.get(VALUE_PREFIX + name) for names in self.query for name in names}
+        for name, values in columns.items():
+            if values is None:
+                raise ConfigError(
+                    f"{gallery.path} has no probabilities of the attribute {name!r}.\n"
+                    "  fix: extract the features again with the model of this search, or search without --attributes"
+                )
+            if values.ndim != 1 or values.dtype.kind != "f":
+                raise DataError(
+                    f"{gallery.path}: expected the probabilities of {name!r} to be numbers (N,), got {values.dtype} "
+                    f"{values.shape}.\n  fix: extract the features again"
+                )
+        return np.stack([np.max([columns[name] for name in names], axis=0) for names in self.query])
 
 
 def parse_query(text: str, names: Sequence[str]) -> list[list[str]]:
