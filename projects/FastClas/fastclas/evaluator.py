@@ -115,30 +115,22 @@ def _top(number: int) -> list[int]:
 
 def _class_table(names: tuple[str, ...], counts: torch.Tensor) -> Table:
     """Return the images, recall and precision of each class."""
-    rows = []
-    for index, name in enumerate(names):
-        hits, images, predicted = (
-            int(count) for count in (counts[index, index], counts[index].sum(), counts[:, index].sum())
-        )
-        rows.append(
-            (name, f"{images:,}", *(f"{100 * hits / count:.1f}" if count else "–" for count in (images, predicted)))
-        )
+    columns = (column.tolist() for column in (counts.diagonal(), counts.sum(1), counts.sum(0)))
+    rows = [
+        (name, f"{images:,}", *(f"{100 * hits / count:.1f}" if count else "–" for count in (images, predicted)))
+        for name, hits, images, predicted in zip(names, *columns, strict=True)
+    ]
     return Table("", ("class", "images", "recall %", "precision %"), rows)
 
 
 def _confused_pairs(names: tuple[str, ...], counts: torch.Tensor) -> Table:
     """Return the pairs of different classes with the most errors."""
     number = len(names)
-    errors = counts.clone().fill_diagonal_(0).flatten()
-    order = errors.argsort(descending=True, stable=True)[:_CONFUSED_PAIRS].tolist()
+    errors = counts.clone().fill_diagonal_(0)
+    order = errors.flatten().argsort(descending=True, stable=True)[:_CONFUSED_PAIRS].tolist()
     rows = [
-        (
-            names[pair // number],
-            names[pair % number],
-            f"{int(errors[pair]):,}",
-            f"{int(counts[pair // number].sum()):,}",
-        )
-        for pair in order
-        if errors[pair]
+        (names[label], names[answer], f"{errors[label, answer]:,}", f"{counts[label].sum():,}")
+        for label, answer in (divmod(pair, number) for pair in order)
+        if errors[label, answer]
     ]
     return Table("Most frequent confusions", ("class", "predicted as", "images", "images of the class"), rows)
