@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from plugin import add_config
 from tabulate import tabulate
 
-from fastamp.config import CfgNode, get_cfg
+from fastamp.config import CfgNode, read_config
 from fastamp.diagnostics.doctor import diagnose
 from fastamp.engine import DefaultTrainer, default_setup, run_command_line
 from fastamp.utils.errors import TrainingError
@@ -26,11 +25,7 @@ PLANTED = ("MODEL.BACKBONE.PLANTED", "1e6")
 
 def config(output: Path, *opts: str) -> CfgNode:
     """Build the config from small.yml and the given options, and call ``default_setup``."""
-    cfg = get_cfg()
-    add_config(cfg)
-    cfg.merge_from_file(str(HERE / "small.yml"))
-    cfg.merge_from_list(["OUTPUT_DIR", str(output), *opts])
-    cfg.freeze()
+    cfg = read_config(str(HERE / "small.yml"), ["OUTPUT_DIR", str(output), *opts], plugin=str(HERE / "plugin.py"))
     default_setup(cfg)
     return cfg
 

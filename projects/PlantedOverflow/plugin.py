@@ -3,14 +3,16 @@
 import torch
 from torch import nn
 
-from fastamp.config import CfgNode
+from fastamp.config import CfgNode, Key
 from fastamp.modeling import BACKBONE_REGISTRY
 
-
-def add_config(cfg: CfgNode):
-    """Declare the config key of this project."""
-    meaning = "Factor on the output of the second convolution; the batch norm after it removes the factor."
-    cfg.define("MODEL.BACKBONE.PLANTED", 1.0, meaning)
+KEYS = (
+    Key(
+        "MODEL.BACKBONE.PLANTED",
+        1.0,
+        "Factor on the output of the second convolution; the batch norm after it removes the factor.",
+    ),
+)
 
 
 class Times(nn.Module):
