@@ -67,17 +67,10 @@ class CameraProxyLoss(MemoryLoss):
         self.register_buffer("inter_weight", torch.tensor(float(weight)), persistent=False)
 
     @classmethod
-    def from_config(cls, cfg: CfgNode) -> "CameraProxyLoss":
-        """Build the loss from ``UNSUPERVISED``."""
-        keys = cfg.UNSUPERVISED
-        inter = keys.INTER_CAMERA
-        return cls(
-            temperature=keys.TEMPERATURE,
-            momentum=keys.MOMENTUM,
-            weight=inter.WEIGHT,
-            start_epoch=inter.START_EPOCH,
-            negatives=inter.NEGATIVES,
-        )
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
+        """Return the arguments of the inter-camera loss."""
+        inter = cfg.UNSUPERVISED.INTER_CAMERA
+        return {"weight": inter.WEIGHT, "start_epoch": inter.START_EPOCH, "negatives": inter.NEGATIVES}
 
     def start_epoch(
         self, features: torch.Tensor, labels: np.ndarray, *, cameras: np.ndarray, labeled: np.ndarray, epoch: int

@@ -52,10 +52,9 @@ class ClusterContrastLoss(MemoryLoss):
         self.update = update
 
     @classmethod
-    def from_config(cls, cfg: CfgNode) -> "ClusterContrastLoss":
-        """Build the loss from ``UNSUPERVISED``."""
-        keys = cfg.UNSUPERVISED
-        return cls(temperature=keys.TEMPERATURE, momentum=keys.MOMENTUM, update=keys.UPDATE)
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
+        """Return the argument ``update``."""
+        return {"update": cfg.UNSUPERVISED.UPDATE}
 
     def start_epoch(
         self, features: torch.Tensor, labels: np.ndarray, *, cameras: np.ndarray, labeled: np.ndarray, epoch: int

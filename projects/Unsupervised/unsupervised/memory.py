@@ -108,7 +108,13 @@ class MemoryLoss(nn.Module):
     @classmethod
     def from_config(cls, cfg: CfgNode) -> "MemoryLoss":
         """Build the loss from ``UNSUPERVISED``."""
-        return cls(temperature=cfg.UNSUPERVISED.TEMPERATURE, momentum=cfg.UNSUPERVISED.MOMENTUM)
+        keys = cfg.UNSUPERVISED
+        return cls(temperature=keys.TEMPERATURE, momentum=keys.MOMENTUM, **cls.further_options(cfg))
+
+    @classmethod
+    def further_options(cls, cfg: CfgNode) -> dict[str, Any]:
+        """Return the arguments of a subclass other than those of ``MemoryLoss``. Default: none."""
+        return {}
 
     def start_epoch(
         self, features: torch.Tensor, labels: np.ndarray, *, cameras: np.ndarray, labeled: np.ndarray, epoch: int
