@@ -81,9 +81,9 @@ def test_ten_folds_equal_insightface():
     from fastface.verification import verify_pairs
 
     arrays = np.load(REFERENCE / "methods/face1.npz")
-    result = verify_pairs(arrays["embeddings"], arrays["same"])
-    np.testing.assert_allclose(result.accuracies, arrays["accuracy_folds"], atol=1e-12)
-    np.testing.assert_allclose(result.thresholds, arrays["threshold_folds"], atol=1e-12)
+    accuracies, thresholds = verify_pairs(arrays["embeddings"], arrays["same"])
+    np.testing.assert_allclose(accuracies, arrays["accuracy_folds"], atol=1e-12)
+    np.testing.assert_allclose(thresholds, arrays["threshold_folds"], atol=1e-12)
     with pytest.raises(ValueError, match="2 rows"):
         verify_pairs(arrays["embeddings"][:-1], arrays["same"])
 

@@ -95,11 +95,11 @@ class FaceEvaluator(DatasetEvaluator):
 
 def _metrics(features: torch.Tensor, same: np.ndarray) -> dict[str, Any]:
     """Return the metrics of pairs, (N,) bool, from the features of their images, (2 N, D)."""
-    result = verify_pairs(features.double().numpy(), same, folds=min(_FOLDS, len(same)))
-    accuracy = 100 * float(result.accuracies.mean())
+    accuracies, thresholds = verify_pairs(features.double().numpy(), same, folds=min(_FOLDS, len(same)))
+    accuracy = 100 * float(accuracies.mean())
     return {
         "Accuracy": accuracy,
-        "std": 100 * float(result.accuracies.std()),
-        "threshold": float(result.thresholds.mean()),
+        "std": 100 * float(accuracies.std()),
+        "threshold": float(thresholds.mean()),
         "metric": accuracy,
     }

@@ -1,27 +1,12 @@
 """Verification of face pairs by ten folds, as in the evaluation of LFW, CFP-FP and AgeDB."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 THRESHOLDS = np.arange(0, 4, 0.01)
 """Thresholds of the squared Euclidean distance of normalized features."""
 
 
-@dataclass(frozen=True)
-class Verification:
-    """Result of ``verify_pairs``.
-
-    Attributes:
-        accuracies: (F,) accuracy of each fold, in 0..1.
-        thresholds: (F,) threshold of each fold, chosen on the other folds.
-    """
-
-    accuracies: np.ndarray
-    thresholds: np.ndarray
-
-
-def verify_pairs(embeddings: np.ndarray, same: np.ndarray, *, folds: int = 10) -> Verification:
+def verify_pairs(embeddings: np.ndarray, same: np.ndarray, *, folds: int = 10) -> tuple[np.ndarray, np.ndarray]:
     """Verify pairs of faces: a pair is accepted if its distance is below a threshold chosen on the other folds.
 
     Huang et al. 2007, "Labeled Faces in the Wild"; the thresholds and the contiguous folds are those of insightface. Of
@@ -31,6 +16,9 @@ def verify_pairs(embeddings: np.ndarray, same: np.ndarray, *, folds: int = 10) -
         embeddings: (2 N, D) float; pair i is rows 2 i and 2 i + 1.
         same: (N,) bool, True for pairs of one identity.
         folds: number of folds F, at most N. Default 10.
+
+    Returns:
+        ``(accuracies, thresholds)``: (F,) accuracy of each fold in 0..1, and its threshold, chosen on the other folds.
 
     Raises:
         ValueError: if the numbers of rows and pairs differ, or there are fewer pairs than folds.
@@ -47,4 +35,4 @@ def verify_pairs(embeddings: np.ndarray, same: np.ndarray, *, folds: int = 10) -
         best = int(correct[others].mean(axis=0).argmax())  # the first of equal ones
         accuracies.append(correct[fold, best].mean())
         chosen.append(THRESHOLDS[best])
-    return Verification(np.array(accuracies), np.array(chosen))
+    return np.array(accuracies), np.array(chosen)
