@@ -36,13 +36,13 @@ from fastamp.amp import requested_device, resolve_device
 from fastamp.cli import run_command
 from fastamp.cli.source import training_config
 from fastamp.config import CfgNode, get_cfg
-from fastamp.data.build import build_dataset
+from fastamp.data import build_reid_test_loader
 from fastamp.data.datasets.base import ImageItem
 from fastamp.diagnostics.config_check import check_config
 from fastamp.engine import DefaultTrainer
 from fastamp.engine.loggers import check_loggers, has_tracker
 from fastamp.utils.command_line import TrainingInterrupted, print_exit_message, run_and_capture
-from fastamp.utils.errors import ConfigError, DataError, writing
+from fastamp.utils.errors import ConfigError, writing
 from fastamp.utils.files import ignore_closed_stdout, real_path
 from fastamp.utils.logger import setup_logger
 from fastamp.utils.signals import handling
@@ -102,11 +102,7 @@ def check_data(cfg: CfgNode, space: Space, training: list[ImageItem]) -> None:
         DataError: if a test set is missing, or has no query or gallery images.
     """
     for name in cfg.DATASETS.TESTS:
-        test = build_dataset(name, cfg)
-        if not test.query or not test.gallery:
-            raise DataError(
-                f"DATASETS.TESTS: {name} has no query images or no gallery images.\n  fix: choose another test set"
-            )
+        build_reid_test_loader(cfg, name)
     identities = len({item.pid for item in training})
     if IDENTITIES in space.parameters and largest_value(cfg, space, IDENTITIES) > identities:
         raise ConfigError(
@@ -191,13 +187,11 @@ def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
         if received:  # a second signal ends the process at once
             end()
         received.append(number)
-        timer = threading.Timer(_SECONDS_TO_STOP, end)
-        timer.daemon = True
         timer.start()
-        timers.append(timer)
         raise KeyboardInterrupt
 
-    timers: list[threading.Timer] = []
+    timer = threading.Timer(_SECONDS_TO_STOP, end)
+    timer.daemon = True
     with handling(interrupt, (signal.SIGINT, signal.SIGTERM)):
         try:
             yield
@@ -209,8 +203,7 @@ def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
             ray.shutdown()  # not at exit, where the timer could not end Ray's waiting
             raise SystemExit(finish(received[0])) from error
         finally:
-            for timer in timers:
-                timer.cancel()
+            timer.cancel()
 
 
 def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: int) -> Search:
@@ -236,42 +229,6 @@ def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: in
         with_recipe=False,
         grace_epochs=grace_epochs(search.cfg, space, images),
     )
-
-
-def tune(args: argparse.Namespace) -> int:
-    """Run the search, write the results, and evaluate or train the winner; return the exit code."""
-    cfg, fraction = read_recipe(args)
-    output = real_path(cfg.OUTPUT_DIR)
-    with writing(cfg.OUTPUT_DIR):
-        setup_logger(cfg.OUTPUT_DIR)
-    if has_tracker(cfg) and not cfg.TRACKING.TRIALS:
-        logger.info("the experiment trackers in LOGGERS are not used in trials; to use them, set TRACKING.TRIALS True")
-    space = choose_space(args, cfg)
-    # Prepare the data once, so that errors are found before any trial starts.
-    training, _, _ = split_training(cfg, fraction, args.seed)
-    check_data(cfg, space, training)
-    search = Search(
-        title="search",
-        folder=output / "search",
-        cfg=cfg,
-        space=space,
-        algorithm=args.srch_algo,
-        scheduler=args.scheduler,
-        trials=args.num_trials,
-        seed=args.seed,
-        fraction=fraction,
-        grace_epochs=grace_epochs(cfg, space, len(training)),
-        cpus=args.cpus_per_trial,
-        gpus=gpus_of_a_trial(cfg, args),
-        max_concurrent=args.max_concurrent,
-        max_failures=args.max_failures,
-        plugin=str(real_path(args.plugin)) if args.plugin else "",
-    )
-    start_ray(search, address=args.address)
-    finish = partial(report_interruption, scheduler=args.scheduler)
-    with stopped_by_signals(finish):  # after ray.init, which installs its own handler
-        check_disk(search, len({item.pid for item in training}), concurrent=concurrent_trials(search))
-        return run_stages(args, search, images=len(training))
 
 
 def run_stages(args: argparse.Namespace, search: Search, *, images: int) -> int:
@@ -319,7 +276,7 @@ def run_stages(args: argparse.Namespace, search: Search, *, images: int) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the search with the arguments of ``fastamp tune``; return the exit code.
+    """Run the search with the arguments of ``fastamp tune``, and evaluate or train the winner; return the exit code.
 
     Raises:
         ConfigError: if an argument is invalid.
@@ -331,7 +288,38 @@ def run(args: argparse.Namespace) -> int:
         args.scheduler = "pbt"
     args.srch_algo = args.srch_algo or ("random" if args.scheduler == "pbt" else "hyperopt")
     args.scheduler = args.scheduler or ("hyperband" if args.srch_algo == "bohb" else "asha")
-    return tune(args)
+    cfg, fraction = read_recipe(args)
+    output = real_path(cfg.OUTPUT_DIR)
+    with writing(cfg.OUTPUT_DIR):
+        setup_logger(cfg.OUTPUT_DIR)
+    if has_tracker(cfg) and not cfg.TRACKING.TRIALS:
+        logger.info("the experiment trackers in LOGGERS are not used in trials; to use them, set TRACKING.TRIALS True")
+    space = choose_space(args, cfg)
+    # Prepare the data once, so that errors are found before any trial starts.
+    training, _, _ = split_training(cfg, fraction, args.seed)
+    check_data(cfg, space, training)
+    search = Search(
+        title="search",
+        folder=output / "search",
+        cfg=cfg,
+        space=space,
+        algorithm=args.srch_algo,
+        scheduler=args.scheduler,
+        trials=args.num_trials,
+        seed=args.seed,
+        fraction=fraction,
+        grace_epochs=grace_epochs(cfg, space, len(training)),
+        cpus=args.cpus_per_trial,
+        gpus=gpus_of_a_trial(cfg, args),
+        max_concurrent=args.max_concurrent,
+        max_failures=args.max_failures,
+        plugin=str(real_path(args.plugin)) if args.plugin else "",
+    )
+    start_ray(search, address=args.address)
+    finish = partial(report_interruption, scheduler=args.scheduler)
+    with stopped_by_signals(finish):  # after ray.init, which installs its own handler
+        check_disk(search, len({item.pid for item in training}), concurrent=concurrent_trials(search))
+        return run_stages(args, search, images=len(training))
 
 
 def cli(argv: list[str] | None = None) -> int:

@@ -224,8 +224,10 @@ def test_pbt_search_does_not_wait_for_ended_trials(demo, tmp_path):
     from autotuner.settings import Search
     from autotuner.space import Parameter, Space
 
-    space = Space([Parameter("x", "uniform", (0.0, 1.0))])
-    start_ray(Search(title="search", folder=tmp_path, cfg=get_cfg(), space=space), address="")
+    space = Space([Parameter("SOLVER.BASE_LR", "uniform", (0.0, 1.0))])
+    cfg = get_cfg().with_values({"SOLVER.MAX_EPOCH": 4, "TEST.EVAL_PERIOD": 1})
+    search = Search(title="search", folder=tmp_path, cfg=cfg, space=space, algorithm="random", scheduler="pbt")
+    start_ray(search, address="")
 
     def trial(config):
         context = tune.get_context()
@@ -254,7 +256,7 @@ def test_pbt_search_does_not_wait_for_ended_trials(demo, tmp_path):
             metric="score",
             mode="max",
             num_samples=4,
-            scheduler=scheduler("pbt", rounds=4, space=space, algorithm="random"),
+            scheduler=scheduler(search),
         ),
         run_config=tune.RunConfig(name="search", storage_path=str(tmp_path / "ray"), verbose=0),
     ).fit()
@@ -307,11 +309,13 @@ def test_fasttune_refines_around_winner_and_compares_winner_with_recipe(demo, tm
 def test_resumed_asha_restores_rungs_after_search_folder_was_moved(tmp_path):
     pytest.importorskip("ray.tune")
     from autotuner.algorithms import scheduler
+    from autotuner.settings import Search
     from autotuner.space import Space
     from autotuner.tune_hooks import ROUND, SCORE
     from ray import cloudpickle
 
-    asha = scheduler("asha", rounds=9, space=Space([]), algorithm="random")
+    cfg = get_cfg().with_values({"SOLVER.MAX_EPOCH": 9, "TEST.EVAL_PERIOD": 1})
+    asha = scheduler(Search(title="search", folder=tmp_path, cfg=cfg, space=Space([])))
     asha.set_search_properties(SCORE, "max")
     (tmp_path / "old").mkdir()
     run_dirs = [tmp_path / f"old/trial_{number}/run" for number in range(3)]

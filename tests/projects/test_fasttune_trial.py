@@ -11,7 +11,7 @@ import torch
 from autotuner.settings import Search
 from autotuner.space import Space
 from autotuner.split import register_split
-from autotuner.trial import output_dir, ray_trial, run_trial
+from autotuner.trial import ray_trial, run_dir, run_trial
 from file_tracker import read_calls
 
 from fastamp.config import get_cfg, read_config
@@ -92,7 +92,7 @@ def test_trial_is_tracked_only_if_asked(demo, tmp_path, monkeypatch, asked):
     cfg = config(tmp_path, *options)
     search = Search(title="search", folder=tmp_path / "study/search", cfg=cfg, space=Space([]), fraction=0.25)
     ray_trial({}, search, here=str(tmp_path), resumed=False)
-    folder = output_dir(search.folder, "abc_00001")
+    folder = run_dir(search.folder / "trial_abc_00001")
     calls = read_calls(folder)
     assert (folder / "model_best.pth").exists() and bool(calls) == asked
     assert list(folder.glob("events.out.tfevents.*"))

@@ -4,8 +4,9 @@ from typing import Any
 
 import ray.tune
 from ray.tune import schedulers
-from ray.tune.search.basic_variant import BasicVariantGenerator
+from ray.tune.search import create_searcher
 
+from autotuner.settings import Search
 from autotuner.space import Space
 from autotuner.trial import read_reports, run_dir
 from autotuner.tune_hooks import ROUND
@@ -96,54 +97,47 @@ def ray_space(space: Space, algorithm: str) -> dict[str, Any]:
     return domains
 
 
-def search_algorithm(algorithm: str, *, trials: int, seed: int, first: list[dict[str, Any]]) -> Any:
+def search_algorithm(search: Search) -> Any:
     """Build the Ray Tune search algorithm.
 
-    Args:
-        algorithm: ``"hyperopt"`` or ``"optuna"`` (tree-structured Parzen estimators, Bergstra et al. 2011), ``"bohb"``
-            (Falkner et al. 2018, arXiv:1807.01774), ``"random"`` or ``"grid"``; the last two require only Ray.
-        trials: number of trials.
-        seed: seed of the sampling.
-        first: samples to evaluate before all others.
+    It is ``"hyperopt"`` or ``"optuna"`` (tree-structured Parzen estimators, Bergstra et al. 2011), ``"bohb"`` (Falkner
+    et al. 2018, arXiv:1807.01774), ``"random"`` or ``"grid"``; the last two require only Ray.
 
     Raises:
         ConfigError: if a package of the algorithm is not installed.
     """
-    if algorithm in ("random", "grid"):
-        return BasicVariantGenerator(random_state=seed, points_to_evaluate=first or None)
-    packages, extra, note = _PACKAGES[algorithm]
-    with optional_package(f"--srch-algo {algorithm} requires {' and '.join(packages)}", extra, note):
+    packages, extra, note = _PACKAGES.get(search.algorithm, ((), "", ""))
+    with optional_package(f"--srch-algo {search.algorithm} requires {' and '.join(packages)}", extra, note):
         for package in packages:
             __import__(package)
-    seeds = (
-        {"n_initial_points": max(3, trials // 3), "random_state_seed": seed}
-        if algorithm == "hyperopt"
-        else {"seed": seed}
+    return create_searcher(
+        "random" if search.algorithm == "grid" else search.algorithm,
+        points_to_evaluate=search.first() or None,
+        # Each class takes the arguments that it has; the seed has three names.
+        n_initial_points=max(3, search.trials // 3),
+        **dict.fromkeys(("seed", "random_state", "random_state_seed"), search.seed),
     )
-    return ray.tune.search.create_searcher(algorithm, points_to_evaluate=first or None, **seeds)
 
 
-def scheduler(name: str, *, rounds: int, space: Space, algorithm: str) -> Any:
+def scheduler(search: Search) -> Any:
     """Build the Ray Tune scheduler.
 
-    Args:
-        name: ``"asha"``, ``"hyperband"`` (Li et al. 2018, arXiv:1603.06560), ``"pbt"`` or ``"none"``.
-        rounds: number of evaluations in a full trial that count for the scheduler, see ``tune_hooks.EvalRounds``.
-        space: search space; ``"pbt"`` perturbs its keys.
-        algorithm: search algorithm; with ``"bohb"``, ``"hyperband"`` is Ray's HyperBandForBOHB.
+    It is ``"asha"``, ``"hyperband"`` (Li et al. 2018, arXiv:1603.06560; with the algorithm ``"bohb"`` Ray's
+    HyperBandForBOHB), ``"pbt"``, which perturbs the keys of the space, or ``"none"``.
     """
-    if name == "asha":
+    rounds = search.rounds.total
+    if search.scheduler == "asha":
         return ResumedASHA(time_attr=ROUND, max_t=rounds, grace_period=1, reduction_factor=3)
-    if name == "hyperband":
-        kind = schedulers.HyperBandForBOHB if algorithm == "bohb" else schedulers.HyperBandScheduler
+    if search.scheduler == "hyperband":
+        kind = schedulers.HyperBandForBOHB if search.algorithm == "bohb" else schedulers.HyperBandScheduler
         return kind(time_attr=ROUND, max_t=rounds, reduction_factor=3)
-    if name == "pbt":
+    if search.is_population:
         # Asynchronous PBT may exploit the same checkpoint repeatedly when trials run in turns.
         return PopulationBasedTraining(
             time_attr=ROUND,
             perturbation_interval=1,
-            hyperparam_mutations=_mutations(space),
-            custom_explore_fn=_clamp_fn(space),
+            hyperparam_mutations=_mutations(search.space),
+            custom_explore_fn=_clamp_fn(search.space),
         )
     return schedulers.FIFOScheduler()
 

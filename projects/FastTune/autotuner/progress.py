@@ -135,11 +135,8 @@ class Progress(ray.tune.Callback):
         for trial in trials:
             outcome, values = outcomes.get(trial.trial_id), space.decoded(trial.config)
             score = "" if outcome is None or outcome.score is None else f"{outcome.score:.2f}"
-            epoch = round(self.done.get(trial.trial_id, 0.0) * self.search.rounds.epochs)
-            if trial.status in _ENDED:
-                epoch = outcome.epochs if outcome else 0
             rows.append(
-                [trial.trial_id, trial.status.lower(), epoch, score]
+                [trial.trial_id, trial.status.lower(), outcome.epochs if outcome else 0, score]
                 + [short(values.get(key, "")) for key in space.parameters]
             )
         headers = ["trial", "status", "epoch", "best score", *short_keys(space)]

@@ -182,13 +182,8 @@ def _new_tuner(search: Search, trainable: Any) -> Any:
             metric=SCORE,
             mode="max",
             num_samples=1 if search.algorithm == "grid" else search.trials,
-            search_alg=search_algorithm(search.algorithm, trials=search.trials, seed=search.seed, first=search.first()),
-            scheduler=scheduler(
-                search.scheduler,
-                rounds=search.rounds.total,
-                space=search.space,
-                algorithm=search.algorithm,
-            ),
+            search_alg=search_algorithm(search),
+            scheduler=scheduler(search),
             max_concurrent_trials=search.max_concurrent or None,
             # Paused trials resume in an existing process, without starting a new one.
             reuse_actors=search.scheduler in ("pbt", "hyperband"),

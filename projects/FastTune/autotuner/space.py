@@ -199,33 +199,29 @@ class Space:
             ConfigError: if a key cannot be searched, a value is invalid, or a range contains non-integer values for an
                 integer key.
         """
-        types = {key.path: type(key.default) for key, _ in cfg.keys_below()}
+        keys = _keys(cfg)
         for parameter in self.parameters.values():
             if any(fnmatchcase(parameter.key, pattern) for pattern in _NOT_SEARCHED):
                 raise ConfigError(
                     f"search space: {parameter.key} cannot be searched: it must be the same in all trials.\n"
                     f"  fix: remove it from the space, and set {parameter.key} for all trials instead"
                 )
-            kind = types.get(current_path(parameter.key), float)
-            number = parameter.key == IDENTITIES or kind in (int, float, type(None))
-            if parameter.kind != "choice" and not number:
+            key = keys.get(current_path(parameter.key))
+            kind = type(key.default) if key else float
+            if parameter.kind != "choice" and kind not in (int, float, type(None)):
                 raise ConfigError(
                     f"search space: {parameter.key} is not a number, so {parameter.kind} cannot sample it.\n"
                     "  fix: use choice"
                 )
-            whole = kind is int or parameter.key == IDENTITIES
-            if whole and not _gives_whole_numbers(parameter):
+            if kind is int and not _gives_whole_numbers(parameter):
                 raise ConfigError(
                     f"search space: {parameter.key} must be an integer, but {parameter.kind} "
                     f"{list(parameter.values)} yields non-integers.\n  fix: use randint, or quniform with integers"
                 )
             for value in parameter.extremes():
-                if parameter.key == IDENTITIES and value < 1:
-                    raise ConfigError(
-                        f"search space: {IDENTITIES} must be at least 1, got {value}.\n"
-                        f"  fix: remove values below 1 from {IDENTITIES}"
-                    )
                 try:
+                    if parameter.key == IDENTITIES:
+                        convert(keys[IDENTITIES], value)
                     self.apply(cfg, {parameter.key: value})
                 except ConfigError as error:
                     raise ConfigError(f"search space: {str(error).removeprefix('assignment: ')}") from error
@@ -241,11 +237,9 @@ def default_space(config_file: str) -> Path:
     """
     spaces = {file.stem: file for file in sorted(_SPACES.glob("*.yml"))}
     file = Path(config_file)
-    for name, space in spaces.items():
-        if file.stem.lower().startswith(name):
-            return space
-    if file.parent.name.lower() in spaces:
-        return spaces[file.parent.name.lower()]
+    name = next((name for name in spaces if file.stem.lower().startswith(name)), file.parent.name.lower())
+    if name in spaces:
+        return spaces[name]
     raise ConfigError(
         f"no search space found for {config_file or 'the default config'}.\n  fix: add --space FILE, with a new file "
         f"or one of {', '.join(str(space) for space in spaces.values())}"
@@ -275,10 +269,13 @@ def read_space(path: str | Path, cfg: CfgNode) -> Space:
     return space
 
 
+def _keys(cfg: CfgNode) -> dict[str, Key]:
+    return {key.path: key for key, _ in cfg.keys_below()} | {IDENTITIES: Key(IDENTITIES, 1, "", low=1)}
+
+
 def _as_numbers(parameter: Parameter, cfg: CfgNode) -> Parameter:
     """Convert the values of a choice to the number type of the key."""
-    keys = {key.path: key for key, _ in cfg.keys_below()} | {IDENTITIES: Key(IDENTITIES, 1, "", low=1)}
-    key = keys.get(current_path(parameter.key))
+    key = _keys(cfg).get(current_path(parameter.key))
     if parameter.kind != "choice" or key is None or type(key.default) not in (int, float):
         return parameter
     try:

@@ -108,7 +108,8 @@ def ray_trial(sample: dict[str, Any], search: Search, here: str, resumed: bool) 
     get_cfg(search.plugin)  # registers the custom components
     trial = tune.get_context().get_trial_id()
     values = search.space.decoded(sample)
-    recipe = search.space.apply(search.cfg, values).with_values({"OUTPUT_DIR": str(output_dir(search.folder, trial))})
+    output = str(run_dir(search.folder / f"trial_{trial}"))
+    recipe = search.space.apply(search.cfg, values).with_values({"OUTPUT_DIR": output})
     cfg = in_group(recipe, search.folder.parent, trial) if recipe.TRACKING.TRIALS else without_trackers(recipe)
     if search.fraction:
         train, validation = register_split(recipe, search.fraction, search.seed)
@@ -179,11 +180,6 @@ def _report_to_ray(metrics: dict[str, Any]) -> None:
         (Path(folder) / _LAST_REPORT).write_text(json.dumps(metrics), encoding="utf-8")
         scalars = {name: value for name, value in metrics.items() if name not in (VALUES, "trial", "file", PARENT)}
         tune.report(scalars, checkpoint=tune.Checkpoint.from_directory(folder))
-
-
-def output_dir(folder: str | Path, trial_id: str) -> Path:
-    """Return the OUTPUT_DIR of a trial in the search folder."""
-    return run_dir(Path(folder) / f"trial_{trial_id}")
 
 
 def run_dir(trial_dir: str | Path) -> Path:
