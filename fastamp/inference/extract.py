@@ -93,7 +93,7 @@ def extract(
     listing = list_images(source, predictor.cfg, splits)
     items = listing.items
     check_known_cameras(predictor.cfg, listing.dataset)
-    predictor.inputs.check(items, str(source))
+    predictor.inputs.check(items)
     description = describe_extraction(predictor, items, skip_corrupt)
     with writing(out):
         parts = PartialRows(out.with_name(f"{out.name}.parts"), description)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
@@ -20,7 +21,7 @@ from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.image_folder import open_source
-from fastamp.inference.images import COLORS, Boxes, Image, as_list, decode
+from fastamp.inference.images import COLORS, Boxes, Image, Images, as_list, decode
 from fastamp.inference.outputs import OUTPUT_REGISTRY, PredictorOutput
 from fastamp.inference.search_terms import SearchTerm
 from fastamp.inference.similarity import Comparison, sample_pair_scores
@@ -29,12 +30,15 @@ from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.gallery import Conditions, Gallery
 from fastamp.retrieval.model_id import ModelId, check_same_model
 from fastamp.retrieval.search import SearchResult, decide, search, search_by_scores
-from fastamp.utils.errors import ConfigError, DataError, check_choice
+from fastamp.utils.errors import ConfigError, DataError, check_choice, summarize_error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
+
+
+Reference = PairScores | str | os.PathLike[str] | None
 
 
 class ImageOptions(TypedDict, total=False):
@@ -55,8 +59,8 @@ class FeatureModel(ABC):
         metric: metric of the features: ``"cosine"`` or ``"euclidean"``.
         batch_size: number of images that are computed at once.
         stored_calibration: calibration in the file of the model; None if there is none.
-        pairs: name of a dataset, and scores of pairs of its images; "" and None if there are none.
-        protocol: protocol whose junk is excluded from the pairs of a reference.
+        outputs: outputs of the model other than its features: name -> output. Default: none.
+        default_modality: modality of images without a stated one. Default: "", the model has no modalities.
     """
 
     checkpoint: Path
@@ -64,6 +68,8 @@ class FeatureModel(ABC):
     metric: str
     batch_size: int
     stored_calibration: Calibration | None
+    outputs: Mapping[str, PredictorOutput] = MappingProxyType({})
+    default_modality: str = ""
 
     @property
     @abstractmethod
@@ -76,18 +82,13 @@ class FeatureModel(ABC):
         stored = self.stored_calibration
         if stored is None:
             return None
-        cause = ""
-        if stored.metric != self.metric:
-            cause = f"it is for TEST.METRIC {stored.metric}, but the metric is {self.metric}"
-        if stored.config_hash != self.config_hash:
-            cause = f"it is of a different model ({stored.config_hash}, this model: {self.config_hash})"
-        if not cause:
+        if (stored.metric, stored.config_hash) == (self.metric, self.config_hash):
             return stored
         logger.warning(
-            "the calibration in %s is not used: %s, so there are no decisions.\n"
+            "the calibration in %s is not used: it is for TEST.METRIC %s and the model %s, but this is %s and %s, so "
+            "there are no decisions.\n"
             "  fix: use the model without overrides and without --l2, or calibrate it again with fastamp calibrate",
-            self.checkpoint,
-            cause,
+            *(self.checkpoint, stored.metric, stored.config_hash, self.metric, self.config_hash),
         )
         return None
 
@@ -111,16 +112,6 @@ class FeatureModel(ABC):
         """Evaluation protocol, whose junk is excluded from pairs of a reference."""
         return Protocol()
 
-    @property
-    def outputs(self) -> Mapping[str, PredictorOutput]:
-        """Outputs of the model other than its features: name -> output. Default: none."""
-        return {}
-
-    @property
-    def default_modality(self) -> str:
-        """Modality of images without a stated one; "" if the model has no modalities."""
-        return ""
-
     def extract_folder(self, folder: Path, out: Path) -> list[str]:
         """Extract the images in a folder to a file, and return the error messages of unreadable images.
 
@@ -133,13 +124,7 @@ class FeatureModel(ABC):
         )
 
     @abstractmethod
-    def features(
-        self,
-        images: Image | Sequence[Image],
-        *,
-        boxes: Boxes | None = None,
-        **options: "Unpack[ImageOptions]",
-    ) -> Tensor:
+    def features(self, images: Images, *, boxes: Boxes | None = None, **options: "Unpack[ImageOptions]") -> Tensor:
         """Extract the features (N, D) of images; see ``Predictor.features``."""
 
     def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
@@ -155,7 +140,7 @@ class FeatureModel(ABC):
             DataError, ConfigError: see ``Predictor.features``; also DataError if the image has no pixels.
         """
         check_choice("color", color, COLORS)
-        pixels = self._load(image, color)
+        pixels = self._load(as_list([image])[0], color)
         if pixels is None:
             raise DataError(
                 f"the image has no pixels: it is a {type(image).__name__} of size 0.\n"
@@ -172,7 +157,7 @@ class FeatureModel(ABC):
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
         """Extract the features (N, D) of images from ``preprocess``; see ``Predictor.features_of_preprocessed``."""
 
-    def require_features(self, images: Image | Sequence[Image], **options: "Unpack[ImageOptions]") -> Tensor:
+    def require_features(self, images: Images, **options: "Unpack[ImageOptions]") -> Tensor:
         """Extract the features of images; raise DataError if an image has no pixels.
 
         NaN always indicates an image without pixels, because ``compute`` rejects non-finite features.
@@ -187,25 +172,20 @@ class FeatureModel(ABC):
         """Extract the features of those image files that can be read.
 
         Returns:
-            The paths of M images, their features (M, D), and the errors of the others.
+            The paths of M images, their features (M, D), and the errors of the others, one line each.
         """
         try:
             return [*paths], self.require_features(paths), []
         except DataError as error:
             if len(paths) == 1:
-                return [], torch.empty(0), [str(error)]
+                return [], torch.empty(0), [summarize_error(error)]
         half = len(paths) // 2
         parts = [self.readable_features(part) for part in (paths[:half], paths[half:])]
         readable, features, faults = zip(*parts, strict=True)
         return [*chain(*readable)], torch.cat(features), [*chain(*faults)]
 
     def compare(
-        self,
-        a: Image,
-        b: Image,
-        *,
-        reference: PairScores | str | os.PathLike[str] | None = None,
-        **options: "Unpack[ImageOptions]",
+        self, a: Image, b: Image, *, reference: Reference = None, **options: "Unpack[ImageOptions]"
     ) -> Comparison:
         """Compare two images, and compare their score with the scores of genuine and impostor pairs.
 
@@ -231,16 +211,14 @@ class FeatureModel(ABC):
             )
         return self.compare_features(*self.require_features(images, **options), reference=reference)
 
-    def compare_features(
-        self, a: Tensor, b: Tensor, *, reference: PairScores | str | os.PathLike[str] | None = None
-    ) -> Comparison:
+    def compare_features(self, a: Tensor, b: Tensor, *, reference: Reference = None) -> Comparison:
         """Compare two images by their features (D,); see ``compare``."""
         distance = pairwise_distance(a[None], b[None], self.metric).item()
         # Rounding may increase the similarity of equal images above 1.
         score = min(max(1 - distance, -1.0), 1.0) if self.metric == "cosine" else distance
         return self.compare_score(score, reference)
 
-    def compare_score(self, score: float, reference: PairScores | str | os.PathLike[str] | None = None) -> Comparison:
+    def compare_score(self, score: float, reference: Reference = None) -> Comparison:
         """Compare the score of two images, as in ``SearchResult.scores``, with the scores of pairs; see ``compare``."""
         source, pairs = self.pairs
         if isinstance(reference, PairScores):
@@ -256,7 +234,7 @@ class FeatureModel(ABC):
 
     def search(
         self,
-        query: Image | Sequence[Image] | None,
+        query: Images | None,
         gallery: Gallery | str | os.PathLike[str],
         k: int = 10,
         *,

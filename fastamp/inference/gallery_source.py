@@ -164,10 +164,9 @@ def _add(
                 gallery.update([items[row] for row in old], values[old])
             added += len(new) + len(old)
         if faults and not skip_corrupt:
-            reason = faults[0].partition("\n  fix:")[0]
             more = f" ({len(faults) - 1} more in this batch)" if len(faults) > 1 else ""
             raise DataError(
-                f"{reason}{more}. The images before it, and the others of its batch, are in the gallery.\n"
+                f"{faults[0]}{more}. The images before it, and the others of its batch, are in the gallery.\n"
                 "  fix: repair or delete the file, or skip unreadable images with --skip-corrupt"
             )
     if gallery.wants_candidates:

@@ -79,7 +79,7 @@ def _compute(folder: Path, files: list[str], model: "FeatureModel") -> Features:
             f"{folder}: none of the {len(files)} images can be read; first error: {faults[0]}\n"
             "  fix: choose a folder that contains image files"
         )
-    _warn_skipped([fault.partition("\n  fix:")[0].replace("\n  ", "; ") for fault in faults])
+    _warn_skipped(faults)
     unknown = np.full(len(readable), -1)
     images = ImageColumns(paths=np.array(readable), pids=unknown, camids=unknown)
     model_id = ModelId(features.shape[1], model.metric, model.config_hash, str(model.checkpoint))

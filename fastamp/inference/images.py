@@ -13,9 +13,10 @@ from torch import Tensor
 from fastamp.data.boxes import are_normalized, clip_box, normalized_error, warn_of_small_boxes
 from fastamp.data.decode import decode_image, image_from_pil, read_image, with_channels
 from fastamp.data.transforms import Transforms
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, check_choice
 
 Image = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes] | PIL.Image.Image | np.ndarray | Tensor
+Images = Image | Sequence[Image]
 Boxes = Sequence[Sequence[float]] | np.ndarray | Tensor
 COLORS = ("rgb", "bgr")
 
@@ -41,8 +42,6 @@ def decode(image: Image, color: str, transforms: Transforms, least_side: int | N
                 "  fix: pass the files, e.g. sorted(pathlib.Path(folder).glob('*.jpg'))"
             )
         return read_image(os.fspath(image), channels, **limits)
-    if hasattr(image, "read"):
-        image = _content_of(image)
     if isinstance(image, (bytes, bytearray, memoryview)):
         return decode_image(bytes(image), channels, **limits)
     if isinstance(image, PIL.Image.Image):
@@ -50,22 +49,25 @@ def decode(image: Image, color: str, transforms: Transforms, least_side: int | N
     return with_channels(_as_tensor(image, color), channels)
 
 
-def crop_frame(
-    images: Image | Sequence[Image], boxes: Any, color: str, transforms: Transforms
-) -> tuple[list[Any], str]:
-    """Crop boxes from the only image with ``crop_boxes``, and return the crops and their channel order.
+def list_or_crop(images: Images, boxes: Any, color: str, transforms: Transforms) -> tuple[list[Any], str]:
+    """Return a list of the images, or of boxes in the only image, see ``crop_boxes``; and their channel order.
 
     Args:
-        images: one image, the frame.
-        boxes: see ``as_boxes``.
+        images: see ``as_list``; with ``boxes``, one image, the frame.
+        boxes: see ``as_boxes``; None for full images.
         color: channel order of arrays and tensors.
-        transforms: see ``decode``, for other images.
+        transforms: see ``decode``, for frames that are neither.
 
     Raises:
-        DataError: if there is not exactly one image, or the boxes are normalized; see also ``as_boxes`` and
-            ``crop_boxes``.
+        ConfigError: if the channel order is unknown.
+        DataError: if there is not exactly one frame, or the boxes are normalized; see also ``as_list``, ``as_boxes``
+            and ``crop_boxes``.
     """
-    frames, corners = as_list(images), as_boxes(boxes)
+    check_choice("color", color, COLORS)
+    frames = as_list(images)
+    if boxes is None:
+        return frames, color
+    corners = as_boxes(boxes)
     if len(frames) != 1:
         raise DataError(
             f"boxes require exactly one image, the frame; got {len(frames)} images.\n"
@@ -105,7 +107,7 @@ def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarr
     return [crop.movedim(-1, 0) if isinstance(crop, Tensor) else crop for crop in crops]
 
 
-def as_list(images: Image | Sequence[Image]) -> list[Image]:
+def as_list(images: Images) -> list[Image]:
     """Convert one image, a batch or a sequence of images to a list; raise DataError if it is empty.
 
     Open files are read here, because threads decode the images.
@@ -160,9 +162,9 @@ def as_boxes(boxes: Any) -> np.ndarray:
 def _check_layout(image: Any) -> None:
     """Raise DataError unless an image is a gray, RGB or RGBA uint8 array (H, W[, C]) or tensor (C, H, W)."""
     if isinstance(image, Tensor):
-        layout, convert, dimensions, axis = "(C, H, W)", "to(torch.uint8)", (3,), 0
+        layout, convert, dimensions, axis = "(C, H, W)", "to(torch.uint8)", {3}, 0
     elif isinstance(image, np.ndarray):
-        layout, convert, dimensions, axis = "(H, W) or (H, W, C)", "astype('uint8')", (2, 3), 2
+        layout, convert, dimensions, axis = "(H, W) or (H, W, C)", "astype('uint8')", {2, 3}, 2
     else:
         fix = "pass a file name, or a uint8 array (H, W, 3)"
         if hasattr(image, "__array_interface__"):
@@ -179,7 +181,7 @@ def _check_layout(image: Any) -> None:
         )
 
 
-def _as_tensor(image: np.ndarray | Tensor, color: str) -> Tensor:
+def _as_tensor(image: Any, color: str) -> Tensor:
     """Convert a gray, RGB or RGBA array (H, W[, C]) or tensor (C, H, W) to a (C, H, W) uint8 tensor."""
     _check_layout(image)
     if isinstance(image, Tensor):

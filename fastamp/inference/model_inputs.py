@@ -45,30 +45,21 @@ class ModelInputs:
         """``modality_column`` if the modality of each image must be stated; else ""."""
         return "" if self.default_modality else self.modality_column
 
-    def check(self, items: PackedItems, source: str) -> None:
+    def check(self, items: PackedItems) -> None:
         """Check that the images of a dataset have the cameras, views and the modality that the model requires.
-
-        Args:
-            items: the images.
-            source: name of the dataset, for the message.
 
         Raises:
             ConfigError: if one is missing or out of range.
         """
-        self._camera_views(len(items), camids=items.camids.codes, viewids=items.viewids)
-        if self.required_modality and self.required_modality not in items.columns:
-            raise ConfigError(
-                f"the model requires the modality of each image, {' or '.join(self.modalities)}: {source} has no "
-                f"column {self.modality_column!r}.\n"
-                "  fix: add the column to the CSV file, or set MODEL.BACKBONE.MODALITY if all images have the same one"
-            )
+        modality = self.modalities[:1] if self.modality_column in items.columns else ()
+        self.of_images(len(items), camids=items.camids.codes, viewids=items.viewids, modality=modality or None)
 
     def of_images(
         self,
         count: int,
         *,
-        camids: Sequence[int] | None = None,
-        viewids: Sequence[int] | None = None,
+        camids: Sequence[int] | np.ndarray | None = None,
+        viewids: Sequence[int] | np.ndarray | None = None,
         modality: str | Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
         """Convert the cameras, views and modalities of images to inputs of the model; see ``Predictor.features``.
@@ -99,7 +90,8 @@ class ModelInputs:
             raise ConfigError(
                 f"the model requires the modality of each image, {' or '.join(names)}: expected one value"
                 f"{f', or {count}' if count > 1 else ''}; got {', '.join(map(str, given[:_MAX_LISTED])) or 'none'}.\n"
-                "  fix: pass the modality of the images (--modality, modality=...), or set MODEL.BACKBONE.MODALITY"
+                "  fix: pass the modality of the images (--modality, modality=..., or the column "
+                f"{self.modality_column!r} of a CSV file), or set MODEL.BACKBONE.MODALITY if all have the same one"
             )
         return batch | {self.modality_column: torch.tensor([names.index(name) for name in given], dtype=torch.int64)}
 

@@ -25,11 +25,11 @@ from fastamp.feature_pass import Forward, call_model, collect_features
 from fastamp.inference.config_hash import hash_of_features
 from fastamp.inference.extract import extract
 from fastamp.inference.feature_model import FeatureModel, ImageOptions
-from fastamp.inference.images import COLORS, Boxes, Image, as_list, crop_frame
+from fastamp.inference.images import Boxes, Image, Images, as_list, list_or_crop
 from fastamp.inference.model_inputs import ModelInputs
-from fastamp.inference.outputs import OUTPUT_REGISTRY, PredictorOutput
+from fastamp.inference.outputs import OUTPUT_REGISTRY
 from fastamp.modeling import load_model
-from fastamp.utils.errors import DataError, check_choice
+from fastamp.utils.errors import DataError
 from fastamp.utils.files import expand
 from fastamp.utils.logger import log_to_console
 from fastamp.utils.progress import track
@@ -88,8 +88,11 @@ class Predictor(FeatureModel):
         self.stored_calibration = read_calibration(self.extra, self.checkpoint)
         self.transforms, self.inputs = build_transforms(self.cfg, is_train=False), ModelInputs(self.cfg, self.model)
         self.metric, self.batch_size = str(self.cfg.TEST.METRIC), int(self.cfg.TEST.IMS_PER_BATCH)
+        self.default_modality = self.inputs.default_modality
+        outputs = {name: OUTPUT_REGISTRY.get(name).from_model(self.model, self.cfg) for name in OUTPUT_REGISTRY}
+        self.outputs = {name: output for name, output in outputs.items() if output is not None}
 
-    def __call__(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
+    def __call__(self, images: Images, **options: Any) -> Tensor:
         """Extract the features of images; see ``features`` for arguments, result and errors."""
         return self.features(images, **options)
 
@@ -113,26 +116,19 @@ class Predictor(FeatureModel):
         Raises:
             WeightsError: if the pairs in the checkpoint are damaged.
         """
-        found = self.extra.get("pairs", {})
-        _check_pairs(found, self.checkpoint)
-        name, scores = next(iter(found.items()), ("", None))
+        stored, form = self.extra.get("pairs") or {}, PairScores.form()
+        wrong = structure_mismatch(dict.fromkeys(stored, form) if isinstance(stored, dict) else {}, stored, "pairs")
+        if not wrong and any(scores and scores.keys() != form.keys() for scores in stored.values()):
+            wrong = f"pairs: expected {', '.join(form)} for each dataset"
+        if wrong:
+            raise damaged_entry_error(self.checkpoint, wrong)
+        name, scores = next(iter(stored.items()), ("", None))
         return name, PairScores(**scores) if scores else None
 
     @property
     def protocol(self) -> Protocol:
         """Evaluation protocol, whose junk is excluded from pairs of a reference."""
         return Protocol.from_config(self.cfg)
-
-    @cached_property
-    def outputs(self) -> dict[str, PredictorOutput]:
-        """Outputs of the model other than its features: name -> output."""
-        built = {name: OUTPUT_REGISTRY.get(name).from_model(self.model, self.cfg) for name in OUTPUT_REGISTRY}
-        return {name: output for name, output in built.items() if output is not None}
-
-    @property
-    def default_modality(self) -> str:
-        """``MODEL.BACKBONE.MODALITY`` of a two-stem model; "" for other models."""
-        return self.inputs.default_modality
 
     def extract_folder(self, folder: Path, out: Path) -> list[str]:
         """Extract the images in a folder to a file, and return the error messages of unreadable images."""
@@ -146,16 +142,7 @@ class Predictor(FeatureModel):
         """
         return hash_of_features(self.cfg, self.model.state_dict(), self.transforms.resize)
 
-    def features(
-        self,
-        images: Image | Sequence[Image],
-        *,
-        boxes: Boxes | None = None,
-        color: str = "rgb",
-        camids: Sequence[int] | None = None,
-        viewids: Sequence[int] | None = None,
-        modality: str | Sequence[str] | None = None,
-    ) -> Tensor:
+    def features(self, images: Images, *, boxes: Boxes | None = None, **options: "Unpack[ImageOptions]") -> Tensor:
         """Extract the features of images, or of boxes in one frame.
 
         The features of images without pixels, such as boxes outside the frame, are NaN; a warning lists their indices.
@@ -183,16 +170,10 @@ class Predictor(FeatureModel):
             ConfigError: if required ``camids``, ``viewids`` or ``modality`` are missing or invalid, or ``color`` is
                 unknown.
         """
-        labels: dict[str, Any] = {"camids": camids, "viewids": viewids, "modality": modality}
-        return self._compute(images, boxes=boxes, color=color, **labels)
+        return self._compute(images, boxes=boxes, **options)
 
     def predict(
-        self,
-        output: str,
-        images: Image | Sequence[Image],
-        *,
-        boxes: Boxes | None = None,
-        **options: "Unpack[ImageOptions]",
+        self, output: str, images: Images, *, boxes: Boxes | None = None, **options: "Unpack[ImageOptions]"
     ) -> list[dict[str, float]]:
         """Compute an output of the model other than its features, of images or of boxes in one frame.
 
@@ -217,7 +198,7 @@ class Predictor(FeatureModel):
 
     def _compute(
         self,
-        images: Image | Sequence[Image],
+        images: Images,
         *,
         boxes: Boxes | None,
         color: str = "rgb",
@@ -226,11 +207,7 @@ class Predictor(FeatureModel):
         **labels: Any,
     ) -> Tensor:
         """Compute the outputs (N, width) of ``forward`` for images, by default as wide as the features."""
-        check_choice("color", color, COLORS)
-        if boxes is not None:
-            images, color = crop_frame(images, boxes, color, self.transforms)
-        else:
-            images = as_list(images)
+        images, color = list_or_crop(images, boxes, color, self.transforms)
         inputs, kept = self.inputs.of_images(len(images), **labels), list[int]()
         starts = range(0, len(images), self.batch_size)
 
@@ -264,14 +241,10 @@ class Predictor(FeatureModel):
         empty = sorted(set(range(len(images))) - set(kept))
         if empty:
             listed = ", ".join(map(str, empty[:_MAX_LISTED])) + ", ..." * (len(empty) > _MAX_LISTED)
-            noun = "images" if boxes is None else "boxes"
             logger.warning(
                 "%d of %d %s have no pixels, so their features are NaN; indices: %s.\n"
                 "  fix: exclude them, or pass boxes that contain a pixel of their image",
-                len(empty),
-                len(result),
-                noun,
-                listed,
+                *(len(empty), len(result), "images" if boxes is None else "boxes", listed),
             )
         return result
 
@@ -318,10 +291,8 @@ class Predictor(FeatureModel):
     @cached_property
     def feature_dim(self) -> int:
         """Dimension D of the features."""
-        batch = self.inputs.of_images(1, camids=[0], viewids=[0], modality=next(iter(self.inputs.modalities), None))
-        image = torch.zeros(self.transforms.channels, 256, 128, dtype=torch.uint8)
-        batch["images"] = self.transforms.resize(image)[None]
-        return self.compute([batch]).shape[1]
+        image, modality = torch.zeros(self.transforms.channels, 256, 128, dtype=torch.uint8), self.inputs.modalities[:1]
+        return self.features(image, camids=[0], viewids=[0], modality=modality or None).shape[1]
 
     def compute(
         self, batches: Iterable[Batch], *, forward: Forward = call_model, policy: PrecisionPolicy | None = None
@@ -344,15 +315,3 @@ class Predictor(FeatureModel):
         options: dict[str, Any] = {"on_all_ranks": False, "flip_test": flip, "forward": forward}
         found = collect_features(self.model, batches, policy or self.policy, **options)
         return found.get("features", torch.empty(0, 0))
-
-
-def _check_pairs(pairs: Any, checkpoint: Path) -> None:
-    """Raise WeightsError if the pairs of a checkpoint do not have the expected structure."""
-    form = PairScores.form()
-    wrong = "" if isinstance(pairs, dict) else f"pairs: expected a dict, got {type(pairs).__name__}"
-    for name, tensor in pairs.items() if not wrong else ():
-        wrong = wrong or structure_mismatch(form, tensor, f"pairs.{name}")
-        if not wrong and tensor and tensor.keys() != form.keys():
-            wrong = f"pairs.{name}: expected {', '.join(form)}"
-    if wrong:
-        raise damaged_entry_error(checkpoint, wrong)

@@ -21,9 +21,9 @@ from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY
 from fastamp.inference.exported_metadata import read_metadata, unusable
 from fastamp.inference.feature_model import FeatureModel
-from fastamp.inference.images import COLORS, Boxes, Image, as_list, crop_frame
+from fastamp.inference.images import Boxes, Image, list_or_crop
 from fastamp.inference.sessions import Session, open_onnx, open_openvino, open_tflite
-from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice, optional_package
+from fastamp.utils.errors import ConfigError, DataError, WeightsError, optional_package
 from fastamp.utils.files import check_not_device, expand
 
 logger = logging.getLogger(__name__)
@@ -128,16 +128,13 @@ class ExportedModel(FeatureModel):
         Raises:
             DataError, ConfigError: see ``Predictor.features``.
         """
-        check_choice("color", color, COLORS)
         labels = {"camids": camids, "viewids": viewids, "modality": modality}
         given = [name for name, value in labels.items() if value is not None]
         if given:
             raise ConfigError(
                 f"{self.checkpoint} does not take {' and '.join(given)}.\n  fix: omit it, or use the checkpoint"
             )
-        contents = as_list(images)
-        if boxes is not None:
-            contents, color = crop_frame(contents, boxes, color, self.transforms)
+        contents, color = list_or_crop(images, boxes, color, self.transforms)
         # Reversing the channels of a batch is faster than of crops, whose memory is not contiguous.
         later = color == "bgr" and all(self._is_color_array(image) for image in contents)
         color = "rgb" if later else color
