@@ -72,11 +72,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add(args: argparse.Namespace) -> int:
-    from fastamp.inference.gallery_source import Metadata, add_extraction, add_images
+    from fastamp.inference.gallery_source import Adding, add_extraction, add_images
     from fastamp.inference.image_list import image_paths
     from fastamp.retrieval.gallery_store import parse_time
 
-    metadata = Metadata(args.camera, args.identity, parse_time(args.time) if args.time else None)
+    time = parse_time(args.time) if args.time else None
+    how = {"replace": args.replace, "pictures": not args.no_pictures, "skip_corrupt": args.skip_corrupt}
+    adding = Adding(args.camera, args.identity, time, **how)
     extractions = [source for source in args.sources if Path(source).suffix == ".npz"]
     paths = image_paths(source for source in args.sources if source not in extractions)
     if paths and not args.checkpoint:
@@ -85,11 +87,10 @@ def _add(args: argparse.Namespace) -> int:
     added = skipped = 0
     unreadable: list[str] = []
     for extraction in extractions:
-        counts = add_extraction(args.gallery, extraction, metadata, replace=args.replace)
+        counts = add_extraction(args.gallery, extraction, adding)
         added, skipped = added + counts[0], skipped + counts[1]
     if paths and model is not None:
-        options = {"replace": args.replace, "pictures": not args.no_pictures, "skip_corrupt": args.skip_corrupt}
-        new, existing, unreadable = add_images(args.gallery, paths, model, metadata, **options)
+        new, existing, unreadable = add_images(args.gallery, paths, model, adding)
         added, skipped = added + new, skipped + existing
     if unreadable:
         print(f"skipped {plural(len(unreadable), 'unreadable image')}:", *unreadable, sep="\n  ")

@@ -28,12 +28,23 @@ _Loaded = tuple[list[Item], Tensor, list[str]]
 
 
 @dataclass(frozen=True)
-class Metadata:
-    """Values of all items that are added: camera, identity, and time in seconds since 1970-01-01 UTC."""
+class Adding:
+    """Values of all items that are added, and how they are added.
+
+    Attributes:
+        camera, identity: camera and identity. Default: "", unknown, or those of an extraction.
+        time: seconds since 1970-01-01 UTC. Default: None, unknown.
+        replace: if True, replace items that exist. Default: False, skip them.
+        pictures: if True, store a small picture of each image. Default: True.
+        skip_corrupt: if True, skip images that cannot be read instead of raising an error. Default: False.
+    """
 
     camera: str = ""
     identity: str = ""
     time: float | None = None
+    replace: bool = False
+    pictures: bool = True
+    skip_corrupt: bool = False
 
 
 def make_picture(pixels: Tensor) -> bytes:
@@ -47,14 +58,7 @@ def make_picture(pixels: Tensor) -> bytes:
 
 
 def add_images(
-    gallery: str | PathLike[str],
-    paths: Sequence[str],
-    model: FeatureModel,
-    metadata: Metadata | None = None,
-    *,
-    replace: bool = False,
-    pictures: bool = True,
-    skip_corrupt: bool = False,
+    gallery: str | PathLike[str], paths: Sequence[str], model: FeatureModel, adding: Adding | None = None
 ) -> tuple[int, int, list[str]]:
     """Add images to a gallery, which is created if it does not exist; their ids are those of ``id_of_path``.
 
@@ -62,10 +66,7 @@ def add_images(
         gallery: folder of the gallery.
         paths: image files.
         model: model of the gallery.
-        metadata: values of all items. Default: None, unknown.
-        replace: if True, replace items that exist. Default: False, skip them.
-        pictures: if True, store a small picture of each image. Default: True.
-        skip_corrupt: if True, skip images that cannot be read instead of raising an error. Default: False.
+        adding: values and options. Default: None, all defaults.
 
     Returns:
         Numbers of added or replaced, and of existing images; the error message of each image that cannot be read.
@@ -75,20 +76,20 @@ def add_images(
             the others of its batch, are stored.
         WriteError: if the gallery cannot be written.
     """
-    metadata = metadata or Metadata()
+    given = adding or Adding()
+
+    def item(path: str) -> Item:
+        picture = None
+        if given.pictures:
+            picture = make_picture(read_image(path, least_side=_PICTURE_SIDE, bit_depth=None))
+        return Item(id_of_path(gallery, path), Path(path).name, given.identity, given.camera, given.time, picture)
+
+    def load(rows: list[int]) -> _Loaded:
+        readable, features, faults = model.readable_features([paths[row] for row in rows])
+        return [item(path) for path in readable], features, faults
+
     with create_or_open(gallery, model.model_id) as opened:
-
-        def item(path: str) -> Item:
-            picture = make_picture(read_image(path, least_side=_PICTURE_SIDE, bit_depth=None)) if pictures else None
-            labels = (metadata.identity, metadata.camera, metadata.time)
-            return Item(id_of_path(gallery, path), Path(path).name, *labels, picture)
-
-        def load(rows: list[int]) -> _Loaded:
-            readable, features, faults = model.readable_features([paths[row] for row in rows])
-            return [item(path) for path in readable], features, faults
-
-        ids = [id_of_path(gallery, path) for path in paths]
-        return _add(opened, ids, load, replace=replace, skip_corrupt=skip_corrupt, size=_IMAGE_BATCH)
+        return _add(opened, [id_of_path(gallery, path) for path in paths], load, given, size=_IMAGE_BATCH)
 
 
 def id_of_path(gallery: str | PathLike[str], path: str) -> str:
@@ -102,20 +103,16 @@ def id_of_path(gallery: str | PathLike[str], path: str) -> str:
 
 
 def add_extraction(
-    gallery: str | PathLike[str],
-    extraction: str | PathLike[str],
-    metadata: Metadata | None = None,
-    *,
-    replace: bool = False,
+    gallery: str | PathLike[str], extraction: str | PathLike[str], adding: Adding | None = None
 ) -> tuple[int, int]:
     """Add the features of an extraction to a gallery, see ``add_images``, and return their numbers without the faults.
 
     The ids are those of ``id_of_path``; paths whose file does not exist are used as they are.
     Boxes are part of the ids: ``PATH#LEFT,TOP,RIGHT,BOTTOM``. Identities and cameras are those of the extraction,
-    unless ``metadata`` names others.
+    unless ``adding`` names others.
     """
-    content = read_features(extraction)
-    images, metadata = content.images, metadata or Metadata()
+    content, given = read_features(extraction), adding or Adding()
+    images = content.images
     ids = [id_of_path(gallery, path) if os.path.exists(file_of(path)) else path for path in images.paths.tolist()]
     if images.boxes is not None:
         ids = [f"{path}#{','.join(map(str, box))}" for path, box in zip(ids, images.boxes.tolist(), strict=True)]
@@ -123,13 +120,13 @@ def add_extraction(
     def item(row: int) -> Item:
         identity, camera = (_known(values[row]) for values in (images.pids, images.camera_names))
         name = Path(str(images.paths[row])).name
-        return Item(ids[row], name, metadata.identity or identity, metadata.camera or camera, metadata.time)
+        return Item(ids[row], name, given.identity or identity, given.camera or camera, given.time)
 
     def load(rows: list[int]) -> _Loaded:
         return [item(row) for row in rows], torch.from_numpy(np.array(content.matrix[rows])), []
 
     with create_or_open(gallery, content.model) as opened:
-        return _add(opened, ids, load, replace=replace, size=_EXTRACTED_BATCH)[:2]
+        return _add(opened, ids, load, given, size=_EXTRACTED_BATCH)[:2]
 
 
 def _known(value: object) -> str:
@@ -137,13 +134,7 @@ def _known(value: object) -> str:
 
 
 def _add(
-    gallery: MutableGallery,
-    ids: list[str],
-    load: Callable[[list[int]], _Loaded],
-    *,
-    replace: bool,
-    size: int,
-    skip_corrupt: bool = False,
+    gallery: MutableGallery, ids: list[str], load: Callable[[list[int]], _Loaded], adding: Adding, *, size: int
 ) -> tuple[int, int, list[str]]:
     """Add items in batches of ``size``; an id that is repeated counts once. Build the candidate index if needed."""
     added, faults = 0, list[str]()
@@ -152,18 +143,18 @@ def _add(
     for start in track(starts, len(starts), f"adding {len(first_rows)} items"):
         block = first_rows[start : start + size]
         gallery.refresh()
-        block = [row for row in block if replace or ids[row] not in gallery]
+        block = [row for row in block if adding.replace or ids[row] not in gallery]
         if not block:
             continue
         items, values, block_faults = load(block)
         faults += block_faults
         if items:
             new = gallery.add(items, values, skip_existing=True)  # other processes may have added some in the meantime
-            old = sorted(set(range(len(items))) - set(new)) if replace else []
+            old = sorted(set(range(len(items))) - set(new)) if adding.replace else []
             if old:
                 gallery.update([items[row] for row in old], values[old])
             added += len(new) + len(old)
-        if faults and not skip_corrupt:
+        if faults and not adding.skip_corrupt:
             more = f" ({len(faults) - 1} more in this batch)" if len(faults) > 1 else ""
             raise DataError(
                 f"{faults[0]}{more}. The images before it, and the others of its batch, are in the gallery.\n"

@@ -25,7 +25,7 @@ from fastamp.cli import search as search_command
 from fastamp.data.build import build_dataset
 from fastamp.inference.export import export
 from fastamp.inference.extract import extract
-from fastamp.inference.gallery_source import Metadata, add_images
+from fastamp.inference.gallery_source import Adding, add_images
 from fastamp.inference.search_terms import SearchTerm
 from fastamp.retrieval import mutable_gallery as module
 from fastamp.retrieval.candidates import Candidates
@@ -565,10 +565,10 @@ def test_items_that_another_process_adds_meanwhile_are_skipped_or_replaced(repla
             return getattr(predictor, name)
 
         def readable_features(self, needed):
-            assert add_images(folder, paths[:2], predictor, Metadata(camera="fast")) == (2, 0, [])
+            assert add_images(folder, paths[:2], predictor, Adding(camera="fast")) == (2, 0, [])
             return predictor.readable_features(needed)
 
-    counts = add_images(folder, paths, Slow(), Metadata(camera="slow"), replace=replace)
+    counts = add_images(folder, paths, Slow(), Adding(camera="slow", replace=replace))
     assert counts == ((4, 0, []) if replace else (2, 2, []))
     gallery = MutableGallery(folder)
     cameras = {item.id: item.camera for item in gallery.items}
