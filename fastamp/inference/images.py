@@ -114,13 +114,11 @@ def as_list(images: Images) -> list[Image]:
     """
     given: Any = images
     texts = isinstance(given, np.ndarray) and given.dtype.kind == "U"
-    if isinstance(given, (np.ndarray, Tensor)) and not texts:
-        given = given if given.ndim == 4 else [given]
-    elif (
-        isinstance(given, (str, os.PathLike, bytes, bytearray, memoryview, Mapping))
-        or hasattr(given, "read")
-        or not isinstance(given, Iterable)
-    ):
+    if isinstance(given, (np.ndarray, Tensor)):
+        is_one = given.ndim != 4 and not texts
+    else:
+        is_one = isinstance(given, (str, os.PathLike, bytes, bytearray, memoryview, Mapping)) or hasattr(given, "read")
+    if is_one or not isinstance(given, Iterable):
         given = [given]
     content: list[Image] = [_content_of(image) if hasattr(image, "read") else image for image in given]
     if not content:

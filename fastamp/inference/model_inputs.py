@@ -74,7 +74,18 @@ class ModelInputs:
         Raises:
             ConfigError: if one that the model requires is missing or invalid, or the model has no modalities.
         """
-        batch, names = self._camera_views(count, camids=camids, viewids=viewids), self.modalities
+        batch = {"camids": torch.zeros(count, dtype=torch.int64)} if self.counts else {}
+        for name, limit in self.counts.items():
+            ids = camids if name == "camids" else viewids
+            if ids is None or len(ids) != count or not all(0 <= label < limit and label == int(label) for label in ids):
+                description = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
+                raise ConfigError(
+                    f"the model requires {name} for its embeddings: expected {count} values in 0..{limit - 1}, one per "
+                    f"image; got {description}.\n"
+                    f"  fix: pass the {name} of all images, as numbered in training"
+                )
+            batch[name] = torch.as_tensor(ids, dtype=torch.int64)
+        names = self.modalities
         if not names:
             if modality is not None:
                 raise ConfigError(
@@ -94,17 +105,3 @@ class ModelInputs:
                 f"{self.modality_column!r} of a CSV file), or set MODEL.BACKBONE.MODALITY if all have the same one"
             )
         return batch | {self.modality_column: torch.tensor([names.index(name) for name in given], dtype=torch.int64)}
-
-    def _camera_views(self, count: int, **given: Sequence[int] | np.ndarray | None) -> dict[str, Tensor]:
-        batch = {}
-        for name, limit in self.counts.items():
-            ids = given[name]
-            if ids is None or len(ids) != count or not all(0 <= label < limit and label == int(label) for label in ids):
-                description = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
-                raise ConfigError(
-                    f"the model requires {name} for its embeddings: expected {count} values in 0..{limit - 1}, one per "
-                    f"image; got {description}.\n"
-                    f"  fix: pass the {name} of all images, as numbered in training"
-                )
-            batch[name] = torch.as_tensor(ids, dtype=torch.int64)
-        return {"camids": torch.zeros(count, dtype=torch.int64)} | batch if batch else {}
