@@ -95,20 +95,18 @@ class Calibration:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Calibration":
-        """Restore a calibration from ``state_dict``.
+        """Restore a calibration from ``state_dict``; lists instead of tensors are possible.
 
         Raises:
             ValueError: if an entry is missing, unknown or of a wrong type, or a value is not finite.
         """
         try:
             values = dict(state)
-            curve = ProbabilityCurve(
-                *(values.pop(name).detach().double().numpy() for name in ("scores", "probabilities"))
-            )
+            scores, probabilities = (np.asarray(values.pop(name), np.float64) for name in ("scores", "probabilities"))
             values |= {name: OpenSetRates.from_state(values[name]) for name in ("chosen", "measured")}
-            calibration = cls(curve=curve, **values)
+            calibration = cls(curve=ProbabilityCurve(scores, probabilities), **values)
             _check_state(calibration)
-        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return calibration
 

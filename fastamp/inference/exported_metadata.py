@@ -58,44 +58,40 @@ def _value(text: str) -> Any:
         return text
 
 
-def _is_whole(value: Any, low: int, high: int) -> bool:
-    return type(value) is int and low <= value <= high
+def _whole(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and low <= value <= high
 
 
-def _is_size(value: Any, count: int = 2, low: int = 1) -> bool:
-    """Return True for a list of height and width, or of another number of sides, in pixels."""
-    return (
-        isinstance(value, list) and len(value) == count and all(_is_whole(side, low, _LARGEST_SIDE) for side in value)
-    )
+def _number(low: float) -> Callable[[Any], bool]:
+    return lambda value: type(value) in (int, float) and low < value and abs(value) < 1e30
 
 
-def _are_numbers(value: Any, low: float) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(number, int | float) and not isinstance(number, bool) and low < number and abs(number) < 1e30
-        for number in value
-    )
+def _list_of(is_valid: Callable[[Any], bool], *counts: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) in counts and all(map(is_valid, value))
 
 
 def _one_of(*choices: Any) -> Callable[[Any], bool]:
     return lambda value: type(value) in map(type, choices) and value in choices
 
 
+_CHANNELS = (1, 3, 4)
+_SIZE = _list_of(_whole(1, _LARGEST_SIDE), 2)
 _ENTRIES: dict[str, Callable[[Any], bool]] = {
     "config_hash": lambda value: 0 < len(value) <= 200,
-    "resize": lambda value: _is_size(value) or _is_size(value, count=1, low=0),  # see ``Resize``
-    "center_crop": lambda value: value is None or _is_size(value),
+    "resize": lambda value: _SIZE(value) or _list_of(_whole(0, _LARGEST_SIDE), 1)(value),  # see ``Resize``
+    "center_crop": lambda value: value is None or _SIZE(value),
     "interpolation": _one_of("bicubic", "bilinear", "nearest"),
-    "channels": _one_of(1, 3, 4),
+    "channels": _one_of(*_CHANNELS),
     "color_order": _one_of("L", "RGB", "BGR", "RGBA", ""),
     "normalization": _one_of("inside", "outside"),
     "preprocess": _one_of("inside", "outside"),
-    "pixel_mean": lambda value: _are_numbers(value, -math.inf),
-    "pixel_std": lambda value: _are_numbers(value, 0),
+    "pixel_mean": _list_of(_number(-math.inf), *_CHANNELS),
+    "pixel_std": _list_of(_number(0), *_CHANNELS),
     "l2": _one_of(True, False),
     "metric": _one_of("cosine", "euclidean"),
     "protocol": lambda value: isinstance(value, str) and len(value) <= 200,
-    "feature_width": lambda value: _is_whole(value, 1, _LARGEST_WIDTH),
-    "bit_depth": lambda value: _is_whole(value, 1, 32),
+    "feature_width": _whole(1, _LARGEST_WIDTH),
+    "bit_depth": _whole(1, 32),
     "calibration": lambda value: isinstance(value, dict),
 }
 _OPTIONAL = ("protocol", "preprocess", "bit_depth", "calibration")

@@ -13,10 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastamp.checkpoint.entries import damaged_entry_error
 from fastamp.data.decode import BIT_DEPTH, LARGEST_PIXELS
 from fastamp.data.transforms import Resize, Transforms
-from fastamp.evaluation.calibration import Calibration, read_calibration
+from fastamp.evaluation.calibration import read_calibration
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY
 from fastamp.inference.exported_metadata import read_metadata, unusable
@@ -76,7 +75,7 @@ class ExportedModel(FeatureModel):
             size_key="INPUT.SIZE_TEST",
         )
         self.metric = self.metadata["metric"]
-        self.stored_calibration = _calibration_in(self.metadata, self.checkpoint)
+        self.stored_calibration = read_calibration(self.metadata, self.checkpoint)
         mean, std = (
             np.array(self.metadata[name], dtype=np.float32).reshape(-1, 1, 1) for name in ("pixel_mean", "pixel_std")
         )
@@ -112,15 +111,13 @@ class ExportedModel(FeatureModel):
         *,
         boxes: Boxes | None = None,
         color: str = "rgb",
-        camids: Sequence[int] | None = None,
-        viewids: Sequence[int] | None = None,
-        modality: str | Sequence[str] | None = None,
+        **labels: Any,
     ) -> Tensor:
         """Extract the features of images, or of boxes in one frame; those of images without pixels are NaN.
 
         Args:
             images, boxes, color: see ``Predictor.features``.
-            camids, viewids, modality: must be None, because the model does not take them.
+            labels: cameras, views and modalities, which must be None, because the model does not take them.
 
         Returns:
             (N, D) float32 on the CPU, as exported.
@@ -128,7 +125,6 @@ class ExportedModel(FeatureModel):
         Raises:
             DataError, ConfigError: see ``Predictor.features``.
         """
-        labels = {"camids": camids, "viewids": viewids, "modality": modality}
         given = [name for name, value in labels.items() if value is not None]
         if given:
             raise ConfigError(
@@ -136,7 +132,7 @@ class ExportedModel(FeatureModel):
             )
         contents, color = list_or_crop(images, boxes, color, self.transforms)
         # Reversing the channels of a batch is faster than of crops, whose memory is not contiguous.
-        later = color == "bgr" and all(self._is_color_array(image) for image in contents)
+        later = color == "bgr" and self.transforms.channels == 3 and all(map(_is_color_array, contents))
         color = "rgb" if later else color
         features = np.full((len(contents), self.feature_dim), np.nan, np.float32)
         for start in range(0, len(contents), _BATCH):
@@ -149,11 +145,8 @@ class ExportedModel(FeatureModel):
 
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
         """Extract the features (N, D) float32 of images (C, H, W) uint8 from ``preprocess``."""
-        starts = range(0, len(images), _BATCH)
-        return torch.from_numpy(np.concatenate([self._compute(images[start : start + _BATCH]) for start in starts]))
-
-    def _is_color_array(self, image: Any) -> bool:
-        return self.transforms.channels == 3 and isinstance(image, np.ndarray) and image.shape[2:] == (3,)
+        batches = (images[start : start + _BATCH] for start in range(0, len(images), _BATCH))
+        return torch.from_numpy(np.concatenate([*map(self._compute, batches)]))
 
     def _compute(self, images: Sequence[Tensor], *, reverse: bool = False) -> NDArray[np.float32]:
         """Compute the features of resized images (C, H, W) uint8, whose channels are in ``reverse`` order."""
@@ -189,14 +182,8 @@ class ExportedModel(FeatureModel):
         return features
 
 
-def _calibration_in(metadata: dict[str, Any], path: Path) -> Calibration | None:
-    """Read the calibration in the metadata, with lists instead of tensors; None if there is none."""
-    state = metadata.get("calibration")
-    try:
-        curve = {name: torch.tensor(state[name], dtype=torch.float64) for name in ("scores", "probabilities") if state}
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise damaged_entry_error(path, f"calibration: {type(error).__name__}: {error}") from error
-    return read_calibration({"calibration": state and state | curve}, path)
+def _is_color_array(image: Any) -> bool:
+    return isinstance(image, np.ndarray) and image.shape[2:] == (3,)
 
 
 def is_exported(path: str | os.PathLike[str]) -> bool:

@@ -5,7 +5,7 @@ import json
 import os
 import zipfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -31,18 +31,18 @@ class Session:
         compute: function: dict of input arrays -> (B, D) float32 features.
         inputs: names of the inputs.
         metadata: entries of the metadata of the file, as text.
-        parallel: whether the runtime may compute several calls at the same time; otherwise they wait for each other.
+        lock: held during a call, so that others wait for it. ``nullcontext()`` if the runtime may compute several calls
+            at the same time. Default: a lock.
     """
 
     compute: Callable[[dict[str, NDArray[Any]]], NDArray[np.float32]]
     inputs: list[str]
     metadata: dict[str, str]
-    parallel: bool = False
-    _lock: AbstractContextManager[bool] = field(default_factory=Lock, init=False, repr=False)
+    lock: AbstractContextManager[Any] = field(default_factory=Lock)
 
     def run(self, inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
         """Compute the features (B, D) float32 of input arrays."""
-        with nullcontext() if self.parallel else self._lock:
+        with self.lock:
             return self.compute(inputs)
 
     def run_tensors(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -66,12 +66,8 @@ def open_onnx(model: Path | bytes, threads: int | None = None) -> Session:
     source = model if isinstance(model, bytes) else os.fspath(model)
     session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
-    def run(inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
-        features: NDArray[np.float32] = session.run(["features"], inputs)[0]
-        return features
-
     names, metadata = [tensor.name for tensor in session.get_inputs()], session.get_modelmeta().custom_metadata_map
-    return Session(run, names, metadata, parallel=True)
+    return Session(lambda inputs: session.run(["features"], inputs)[0], names, metadata, nullcontext())
 
 
 def open_openvino(
@@ -94,13 +90,10 @@ def open_openvino(
     # Further requests would use more memory and compete for the same cores.
     request = core.compile_model(read, "CPU", settings).create_infer_request()
     entries = read.get_rt_info()["fastamp"] if read.has_rt_info(["fastamp"]) else {}
-
-    def run(inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
-        features: NDArray[np.float32] = request.infer(inputs, share_inputs=True)["features"].copy()
-        return features
-
     return Session(
-        run, [tensor.any_name for tensor in read.inputs], {name: text.astype(str) for name, text in entries.items()}
+        lambda inputs: request.infer(inputs, share_inputs=True)["features"].copy(),
+        [tensor.any_name for tensor in read.inputs],
+        {name: text.astype(str) for name, text in entries.items()},
     )
 
 
@@ -129,12 +122,10 @@ def open_tflite(model: Path | bytes, threads: int | None = None) -> Session:
             rows.append(output.copy())  # the next call overwrites it
         return np.concatenate(rows)
 
-    metadata = {}
-    if zipfile.is_zipfile(io.BytesIO(content)):
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:  # other programs append other files
-            sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
-            if sizes.get("metadata.json", 0) > MOST_BYTES:
-                raise ValueError(f"metadata.json is larger than {MOST_BYTES} bytes")
-            text = archive.read("metadata.json") if "metadata.json" in sizes else b"{}"
-        metadata = {name: as_text(value) for name, value in json.loads(text).items()}
-    return Session(run, list(types), metadata)
+    text = b"{}"
+    # Without an archive, or with one of another program, there is no metadata.
+    with suppress(zipfile.BadZipFile, KeyError), zipfile.ZipFile(io.BytesIO(content)) as archive:
+        if archive.getinfo("metadata.json").file_size > MOST_BYTES:
+            raise ValueError(f"metadata.json is larger than {MOST_BYTES} bytes")
+        text = archive.read("metadata.json")
+    return Session(run, list(types), {name: as_text(value) for name, value in json.loads(text).items()})

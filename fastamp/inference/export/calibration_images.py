@@ -66,9 +66,9 @@ def spread_over_identities(labels: np.ndarray, count: int) -> list[int]:
         count: number of images; all, if N is smaller.
     """
     order = np.random.default_rng(0).permutation(len(labels))
-    seen: dict[int, int] = {}
-    turns = np.zeros(len(labels), dtype=np.int64)
-    for image in order:
-        turns[image] = seen.get(int(labels[image]), 0)
-        seen[int(labels[image])] = int(turns[image]) + 1
-    return [int(image) for image in order[np.argsort(turns[order], kind="stable")][:count]]
+    by_identity = np.argsort(labels[order], kind="stable")
+    grouped = labels[order][by_identity]
+    turns = np.empty(len(labels), dtype=np.int64)
+    turns[by_identity] = np.arange(len(labels)) - np.searchsorted(grouped, grouped)
+    images: list[int] = order[np.argsort(turns, kind="stable")][:count].tolist()
+    return images

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tabulate import tabulate
 from torch import Tensor
@@ -25,6 +26,14 @@ MIN_COSINE = {"float32": 0.9999, "fp16": 0.99, "int8": 0.9}
 
 For int8, of the mean over the test images: single images differ more, and random pixels exceed calibrated ranges.
 """
+
+_FIXES = {
+    "float32": "use another format, and report a bug: the exporter or fastamp does not support this model correctly",
+    "fp16": "use --precision float32, or add the modules that overflow in float16 to SOLVER.AMP.FORCE_FP32 (fastamp "
+    "doctor)",
+    "int8": "use --precision fp16, or calibrate with more images (--calibration-images)",
+}
+"""Precision -> fix of a failed parity check."""
 
 
 @dataclass
@@ -128,7 +137,7 @@ def exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) 
         if isinstance(images, list):
             rows = [{name: batch[name][row][None] for name in ("images", *columns)} for row in range(len(images))]
             return torch.cat([features(row) for row in rows])
-        with quiet(f"the exported model fails on a batch of {len(images)} images"):
+        with quiet(f"the exported model fails on a batch of {len(images)} images"), torch.no_grad():
             return run(exported_inputs(batch, predictor, metadata))
 
     return features
@@ -162,11 +171,8 @@ def _cosine(report: ExportReport) -> float:
     """Return the cosine similarity of features that is compared with ``MIN_COSINE``; NaN if a feature is not finite."""
     cosines = [comparison.min_cosine for comparison in report.comparisons]
     if report.metadata["precision"] == "int8" and not any(map(math.isnan, cosines)):
-        cosines = [
-            math.inf,
-            *(comparison.mean_cosine for comparison in report.comparisons if comparison.images == report.data),
-        ]
-    return min(cosines, key=lambda cosine: (cosine == cosine, cosine))
+        cosines = [comparison.mean_cosine for comparison in report.comparisons if comparison.images == report.data]
+    return float(np.min(cosines, initial=math.inf))
 
 
 def _differs_too_much(report: ExportReport) -> bool:
@@ -175,7 +181,8 @@ def _differs_too_much(report: ExportReport) -> bool:
 
 def check_quality(report: ExportReport, tolerance: float) -> None:
     """Raise ExportError if the parity check failed."""
-    precision, lost = report.metadata["precision"], -(report.map_difference or 0)
+    metadata, lost = report.metadata, -(report.map_difference or 0)
+    precision = metadata["precision"]
     if _differs_too_much(report):
         kind = "mean cosine similarity" if precision == "int8" else "cosine similarity"
         problem = f"the {kind} of features is {_cosine(report):.6f}, expected at least {MIN_COSINE[precision]}"
@@ -183,13 +190,7 @@ def check_quality(report: ExportReport, tolerance: float) -> None:
         problem = f"mAP decreased by {lost:.2f} points, but --tolerance is {tolerance:g}"
     else:
         return
-    fix = (
-        "use --precision float32, or add the modules that overflow in float16 to SOLVER.AMP.FORCE_FP32 (fastamp doctor)"
-    )
-    if precision == "int8":
-        fix = "use --precision fp16, or calibrate with more images (--calibration-images)"
-    if precision == "float32":
-        fix = "use another format, and report a bug: the exporter or fastamp does not support this model correctly"
-        if report.metadata["l2"] and report.metadata["metric"] == "euclidean" and lost > tolerance:
-            fix = "use --no-l2, because Euclidean distances depend on the norm of features"
+    fix = _FIXES[precision]
+    if precision == "float32" and metadata["l2"] and metadata["metric"] == "euclidean" and lost > tolerance:
+        fix = "use --no-l2, because Euclidean distances depend on the norm of features"
     raise ExportError(f"parity check failed, {report.path} was not written: {problem}.\n{report.table()}\n  fix: {fix}")

@@ -80,7 +80,6 @@ def export(
         check_has_map(images)
         title, batches = load_calibration_images(predictor, given.calibration_images or CALIBRATION_IMAGES)
     source = trace(extractor, predictor, given.opset)
-    metadata["feature_width"] = source.feature_width
     if given.precision == "int8":
         assert format.quantize is not None  # because of Format.check
         inputs = [exported_inputs(batch, predictor, metadata) for batch in batches]

@@ -22,43 +22,40 @@ def export_metadata(predictor: Predictor, options: ExportOptions) -> dict[str, A
     cfg = predictor.cfg
     model: Any = predictor.model
     resize = predictor.transforms.resize
-    modalities = {"modalities": list(predictor.inputs.modalities)} if predictor.inputs.modalities else {}
-    if modalities and cfg.MODEL.BACKBONE.MODALITY:
-        modalities["modalities"] = [cfg.MODEL.BACKBONE.MODALITY]
-    calibration = {}
+    colors = "BGR" if options.color_order == "bgr" else _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, "")
+    metadata = {
+        "fastamp_version": fastamp.__version__,
+        "config_hash": predictor.config_hash,
+        "model_hash": file_sha256(predictor.checkpoint),
+        **(options.license.metadata() if options.license is not None else _license_of(predictor)),
+        "preprocess": options.preprocess,
+        "input_size": list(exported_size(cfg)),
+        "resize": list(resize.size),
+        "aspect": "stretched" if len(resize.size) == 2 else "kept",
+        "interpolation": resize.interpolation,
+        "antialias": resize.interpolation != "nearest",
+        "center_crop": None if resize.crop is None else list(resize.crop),
+        "channels": cfg.INPUT.CHANNELS,
+        "bit_depth": cfg.INPUT.BIT_DEPTH,
+        "color_order": colors,
+        "normalization": "inside" if options.normalization else "outside",
+        "pixel_mean": model.pixel_mean.flatten().tolist(),
+        "pixel_std": model.pixel_std.flatten().tolist(),
+        "l2": options.l2,
+        "flip": cfg.TEST.FLIP.ENABLED,
+        "metric": cfg.TEST.METRIC,
+        "protocol": cfg.TEST.PROTOCOL,
+        "precision": options.precision,
+        "feature_width": predictor.feature_dim,
+    }
+    if predictor.inputs.modalities:
+        of_one = cfg.MODEL.BACKBONE.MODALITY
+        metadata["modalities"] = [of_one] if of_one else list(predictor.inputs.modalities)
     if predictor.calibration is not None:  # lists instead of tensors, without folders
         state = predictor.calibration.state_dict() | {"source": predictor.calibration.source.rpartition("/")[2]}
         values = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in state.items()}
-        calibration = {"calibration": values}
-    colors = "BGR" if options.color_order == "bgr" else _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, "")
-    return (
-        calibration
-        | modalities
-        | {
-            "fastamp_version": fastamp.__version__,
-            "config_hash": predictor.config_hash,
-            "model_hash": file_sha256(predictor.checkpoint),
-            **(options.license.metadata() if options.license is not None else _license_of(predictor)),
-            "preprocess": options.preprocess,
-            "input_size": list(exported_size(cfg)),
-            "resize": list(resize.size),
-            "aspect": "stretched" if len(resize.size) == 2 else "kept",
-            "interpolation": resize.interpolation,
-            "antialias": resize.interpolation != "nearest",
-            "center_crop": None if resize.crop is None else list(resize.crop),
-            "channels": cfg.INPUT.CHANNELS,
-            "bit_depth": cfg.INPUT.BIT_DEPTH,
-            "color_order": colors,
-            "normalization": "inside" if options.normalization else "outside",
-            "pixel_mean": model.pixel_mean.flatten().tolist(),
-            "pixel_std": model.pixel_std.flatten().tolist(),
-            "l2": options.l2,
-            "flip": cfg.TEST.FLIP.ENABLED,
-            "metric": cfg.TEST.METRIC,
-            "protocol": cfg.TEST.PROTOCOL,
-            "precision": options.precision,
-        }
-    )
+        metadata["calibration"] = values
+    return metadata
 
 
 def _license_of(predictor: Predictor) -> dict[str, str]:

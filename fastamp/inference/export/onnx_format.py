@@ -57,14 +57,12 @@ def content(source: Source, metadata: dict[str, Any]) -> dict[str, bytes]:
 
 def _forget_source(model: Any) -> None:
     """Remove source locations, because they reveal local paths and can take more space than a small model."""
-    graphs = [model.graph, *model.functions]
-    for graph in graphs:
-        parts = [graph, *graph.node, *graph.value_info]
-        if graph is model.graph:
-            parts += [*graph.input, *graph.output, *graph.initializer]
-        for part in parts:
-            part.ClearField("metadata_props")
-            part.ClearField("doc_string")
+    parts = [*model.graph.input, *model.graph.output, *model.graph.initializer]
+    for graph in (model.graph, *model.functions):
+        parts += [graph, *graph.node, *graph.value_info]
+    for part in parts:
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")
 
 
 def runner(files: dict[str, bytes]) -> Run:

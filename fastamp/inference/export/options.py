@@ -58,15 +58,11 @@ class ExportOptions:
                 f"--tolerance must be in 0..100 percentage points of mAP; got {self.tolerance}.\n"
                 f"  fix: omit --tolerance for the default {TOLERANCE[self.precision]}"
             )
-        if self.calibration_images is not None and self.precision != "int8":
+        if self.calibration_images is not None and (self.precision != "int8" or self.calibration_images < 1):
             raise ConfigError(
-                f"--calibration-images {self.calibration_images} has no effect on --precision {self.precision}: only "
-                "int8 is calibrated.\n  fix: omit --calibration-images, or use --precision int8"
-            )
-        if self.calibration_images is not None and self.calibration_images < 1:
-            raise ConfigError(
-                f"--calibration-images must be at least 1; got {self.calibration_images}.\n"
-                "  fix: omit --calibration-images for the default"
+                "--calibration-images must be at least 1, and requires --precision int8, which is calibrated; got "
+                f"--calibration-images {self.calibration_images} --precision {self.precision}.\n"
+                "  fix: omit --calibration-images"
             )
         if self.inside and not self.normalization:
             raise ConfigError(

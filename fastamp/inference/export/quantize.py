@@ -14,7 +14,9 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -148,11 +150,9 @@ def _trunk_nodes(model: Any, source: Source) -> list[Any]:
 
 def _scopes(node: Any) -> list[str]:
     """Return the names of the modules that contain an ONNX node of PyTorch's exporter, from the outside."""
-    for entry in node.metadata_props:
-        if entry.key == "pkg.torch.onnx.name_scopes":
-            scopes: list[str] = ast.literal_eval(entry.value)
-            return scopes
-    return []
+    entries = {entry.key: entry.value for entry in node.metadata_props}
+    scopes: list[str] = ast.literal_eval(entries.get("pkg.torch.onnx.name_scopes", "[]"))
+    return scopes
 
 
 def _title(node: Any) -> str:
@@ -164,14 +164,7 @@ def _title(node: Any) -> str:
 
 def _activation_ranges(model: Any, inputs: Sequence[dict[str, Tensor]]) -> Any:
     """Measure the minimum and maximum of each activation."""
-    from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, create_calibrator
-
-    class Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no type hints
-        def __init__(self, batch: dict[str, Tensor]) -> None:
-            self.batches = [{name: tensor.numpy() for name, tensor in batch.items()}]
-
-        def get_next(self) -> Any:
-            return self.batches.pop() if self.batches else None
+    from onnxruntime.quantization import CalibrationMethod, create_calibrator
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
@@ -184,8 +177,10 @@ def _activation_ranges(model: Any, inputs: Sequence[dict[str, Tensor]]) -> Any:
                 calibrate_method=CalibrationMethod.MinMax,
             )
         for batch in track(inputs, len(inputs), "calibrating"):
+            arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+            reader = SimpleNamespace(get_next=partial(next, iter([arrays]), None))
             with quiet("onnxruntime cannot calibrate the model"):
-                calibrator.collect_data(Reader(batch))  # merges the ranges with those of earlier batches
+                calibrator.collect_data(reader)  # merges the ranges with those of earlier batches
         return _saturated(model, calibrator.compute_data())
 
 

@@ -28,10 +28,12 @@ def quiet(what: str) -> Iterator[None]:
     """
     printed = io.StringIO()
     try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.redirect_stdout(printed))
-            stack.enter_context(contextlib.redirect_stderr(printed))
-            caught = stack.enter_context(warnings.catch_warnings(record=True))
+        with (
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+            warnings.catch_warnings(record=True) as caught,
+            contextlib.ExitStack() as stack,
+        ):
             level = logging.root.manager.disable
             logging.disable(logging.ERROR)
             stack.callback(logging.disable, level)

@@ -3,11 +3,9 @@
 import io
 import json
 import zipfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastamp.inference.export.quiet import quiet
 from fastamp.inference.export.trace import Source
@@ -27,7 +25,8 @@ def pt2_content(source: Source, metadata: dict[str, Any]) -> dict[str, bytes]:
 
 def pt2_runner(files: dict[str, bytes]) -> Run:
     """Load a file of torch.export."""
-    return _without_gradients(torch.export.load(io.BytesIO(files[".pt2"])).module())
+    module = torch.export.load(io.BytesIO(files[".pt2"])).module()
+    return lambda inputs: module(**inputs)
 
 
 def torchscript_content(source: Source, metadata: dict[str, Any]) -> dict[str, bytes]:
@@ -45,13 +44,5 @@ def torchscript_content(source: Source, metadata: dict[str, Any]) -> dict[str, b
 
 def torchscript_runner(files: dict[str, bytes]) -> Run:
     """Load a TorchScript file."""
-    return _without_gradients(torch.jit.load(io.BytesIO(files[".ts"])))
-
-
-def _without_gradients(module: Callable[..., Any]) -> Run:
-    def run(inputs: dict[str, Tensor]) -> Tensor:
-        with torch.no_grad():
-            features: Tensor = module(**inputs)
-        return features
-
-    return run
+    module = torch.jit.load(io.BytesIO(files[".ts"]))
+    return lambda inputs: module(**inputs)

@@ -48,12 +48,6 @@ class Source:
         nodes = [node for node in self.program.graph.nodes if node.op == "placeholder" and node.name in self.inputs]
         return {node.name: [size if isinstance(size, int) else -1 for size in node.meta["val"].shape] for node in nodes}
 
-    @property
-    def feature_width(self) -> int:
-        """Dimension D of the features."""
-        (outputs,) = next(iter(reversed(self.program.graph.nodes))).args
-        return int(outputs[0].meta["val"].shape[1])
-
 
 class FeatureExtractor(nn.Module):
     """Module to export, which maps images to features on the CPU."""
