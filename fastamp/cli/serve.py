@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
             '  fix: pip install "fastamp[serve]"'
         )
     from fastamp.retrieval.mutable_gallery import create_or_open
+    from fastamp.serving.app import create_app
     from fastamp.serving.run import serve
     from fastamp.serving.service import Service
 
@@ -60,5 +61,6 @@ def run(args: argparse.Namespace) -> int:
     gallery = create_or_open(args.gallery, model.model_id) if args.gallery else None
     service = Service(model, gallery, limits, pictures=not args.no_pictures)
     local = args.host in LOCAL_HOSTS
-    serve(service, host=args.host, port=args.port, api_key=api_key, local=local, open_metrics=args.open_metrics)
+    app = create_app(service, api_key=api_key, local=local, open_metrics=args.open_metrics)
+    serve(app, service, host=args.host, port=args.port)
     return 0

@@ -31,15 +31,6 @@ _DESCRIPTION = (
     "multipart/form-data in the field `images`. A request is answered with status 429 if the queue is full: "
     "send it again later."
 )
-
-
-# Pydantic's type of an error in the field ``images`` -> code of the answer.
-_IMAGE_ERRORS = {
-    "missing": "wrong_count",
-    "too_short": "wrong_count",
-    "too_long": "wrong_count",
-    "value_error": "not_a_file",
-}
 _ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 _METHODS = frozenset(("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"))
 _TRIM_SECONDS = 30
@@ -116,8 +107,9 @@ def _request_error(error: Exception) -> RequestError:
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"][1:]))
-        code = _IMAGE_ERRORS.get(first["type"]) if place.startswith("images") else None
-        return RequestError(422, code or "invalid_field", f"{place}: {first['msg']}"[:300])
+        image_code = "not_a_file" if first["type"] == "value_error" else "wrong_count"
+        code = image_code if place.startswith("images") else "invalid_field"
+        return RequestError(422, code, f"{place}: {first['msg']}"[:300])
     if isinstance(error, HTTPException):
         return RequestError(error.status_code, "http_error", str(error.detail))
     return RequestError(500, "internal_error", "internal error; see the log of the service")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastamp.serving.errors import RequestError
+from fastamp.serving.options import Limits
 from fastamp.utils.errors import DataError
 
 # An image, its feature, and the time of the event loop's clock since which it waits.
@@ -22,49 +23,31 @@ _Waiting = tuple[Any, "asyncio.Future[Tensor]", float]
 class Batcher:
     """Compute features of images in batches, in one or more threads.
 
-    A batch starts when a thread is free and it is full, or ``wait`` seconds after its first image; while it is
-    computed, the next images collect. Idle threads divide the images that wait, and start at the same time. All
-    methods are called in the event loop.
+    A batch starts when a thread is free and it is full, or ``wait_ms`` after its first image; while it is computed, the
+    next images collect. Idle threads divide the images that wait, and start at the same time. All methods are called in
+    the event loop.
 
     Args:
         compute: function from a list of images to features (N, D).
-        batch: maximum number of images of a batch.
-        queue: maximum number of images that wait or are computed.
-        wait: seconds that the first image waits for others.
-        workers: number of threads, which compute batches at the same time. Default: 1.
+        limits: limits of a batch and of the queue.
+        workers: number of threads, which compute batches at the same time.
 
     Attributes:
         pending: number of images that wait or are computed.
         starts: time.monotonic() at the starts of the batches that are computed.
     """
 
-    def __init__(
-        self,
-        compute: Callable[[list[Any]], Tensor],
-        *,
-        batch: int,
-        queue: int,
-        wait: float,
-        workers: int = 1,
-    ) -> None:
-        self._compute, self._batch, self._queue, self._wait, self._workers = compute, batch, queue, wait, workers
+    def __init__(self, compute: Callable[[list[Any]], Tensor], limits: Limits, workers: int) -> None:
+        self._compute, self._limits, self._workers = compute, limits, workers
         self._waiting: list[_Waiting] = []
         self._threads = ThreadPoolExecutor(workers, "model")
-        self._changed = asyncio.Event()  # an image waits, or a thread is free
-        self._task: asyncio.Task[None] | None = None
         self.pending = 0
         self.starts: list[float] = []
-
-    def start(self) -> None:
-        """Start to compute batches."""
-        self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
         """Compute all images that wait, and stop."""
         while self.pending:
             await asyncio.sleep(0.01)
-        if self._task:
-            self._task.cancel()
         self._threads.shutdown()
 
     def check(self, count: int) -> None:
@@ -73,10 +56,9 @@ class Batcher:
         Raises:
             RequestError: if not; status 429.
         """
-        if self.pending + count > self._queue:
-            raise RequestError(
-                429, "queue_full", f"{self.pending} images are waiting, of at most {self._queue}", "try again later"
-            )
+        if self.pending + count > self._limits.queue:
+            message = f"{self.pending} images are waiting, of at most {self._limits.queue}"
+            raise RequestError(429, "queue_full", message, "try again later")
 
     @contextmanager
     def places(self, count: int) -> Iterator[None]:
@@ -97,38 +79,36 @@ class Batcher:
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Tensor]] = [loop.create_future() for _ in images]
         self._waiting.extend((image, future, loop.time()) for image, future in zip(images, futures, strict=True))
-        self._changed.set()
+        loop.call_soon(self._start_batches)
         # The first error must not leave the others unread.
         await asyncio.gather(*futures, return_exceptions=True)
         return torch.stack([future.result() for future in futures])
 
-    async def _run(self) -> None:
+    def _start_batches(self) -> None:
+        """Start batches of the images that wait, or look again when the first one has waited for others."""
+        self._waiting = [waiting for waiting in self._waiting if not waiting[1].cancelled()]
+        idle, most = self._workers - len(self.starts), self._limits.batch
+        if not self._waiting or not idle:
+            return
         loop = asyncio.get_running_loop()
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            if not self._waiting or len(self.starts) == self._workers:
-                continue
-            remaining = self._waiting[0][2] + self._wait - loop.time()
-            if len(self._waiting) < self._batch and remaining > 0:
-                await asyncio.sleep(remaining)
-            awaited = [waiting for waiting in self._waiting if not waiting[1].cancelled()]
-            idle = self._workers - len(self.starts)
-            taken, self._waiting = awaited[: idle * self._batch], awaited[idle * self._batch :]
-            size = max(1, math.ceil(len(taken) / idle))
-            batches = [taken[first : first + size] for first in range(0, len(taken), size)]
-            start = time.monotonic()
-            self.starts += [start] * len(batches)  # before the first one divides the threads of PyTorch
-            for batch in batches:
-                computing = loop.run_in_executor(self._threads, self._results, [image for image, _, _ in batch])
-                computing.add_done_callback(partial(self._set_results, batch, start))
+        remaining = self._waiting[0][2] + self._limits.wait_ms / 1000 - loop.time()
+        if len(self._waiting) < most and remaining > 0:
+            loop.call_later(remaining, self._start_batches)
+            return
+        taken, self._waiting = self._waiting[: idle * most], self._waiting[idle * most :]
+        size, start = math.ceil(len(taken) / idle), time.monotonic()
+        batches = [taken[first : first + size] for first in range(0, len(taken), size)]
+        self.starts += [start] * len(batches)  # before the first one divides the threads of PyTorch
+        for batch in batches:
+            computing = loop.run_in_executor(self._threads, self._results, [image for image, _, _ in batch])
+            computing.add_done_callback(partial(self._set_results, batch, start))
 
     def _set_results(
         self, batch: list[_Waiting], start: float, computing: "asyncio.Future[list[Tensor | Exception]]"
     ) -> None:
         """Set the results of a batch that was computed."""
         self.starts.remove(start)
-        self._changed.set()
+        self._start_batches()
         error = computing.exception()  # a bug, or out of memory: the requests fail, the service continues
         results = [error] * len(batch) if error else computing.result()
         for (_, future, _), result in zip(batch, results, strict=True):

@@ -3,15 +3,15 @@
 import asyncio
 import multiprocessing
 import os
-import queue
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from fastamp.data.decode import decode_image, jpeg_header
 from fastamp.data.transforms import Transforms
 from fastamp.inference.gallery_source import make_picture
+from fastamp.serving.errors import RequestError
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
 
@@ -33,47 +34,31 @@ _MOST_PROCESSES = 4
 _BYTES_PER_PIXEL, _OTHER_BYTES = 16, 2**26
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """Function that decodes an upload.
+_Decoded = tuple[np.ndarray, bytes | None]
 
-    Attributes:
-        transforms: limits of the image, and its transform.
-        pictures: if True, also make a small picture.
-    """
 
-    transforms: Transforms
-    pictures: bool
+class _Local(threading.local):
+    """The process of a thread, which is started with its first image."""
 
-    def __call__(self, content: bytes, name: str) -> tuple[Tensor, bytes | None]:
-        """Return the preprocessed image (C, H, W) uint8, and its picture.
-
-        Raises:
-            DataError: see ``decode_image``.
-        """
-        transforms, resize = self.transforms, self.transforms.resize
-        limits: dict[str, Any] = {"max_pixels": transforms.max_pixels, "least_side": resize.least_side}
-        pixels = decode_image(content, transforms.channels, name=name, bit_depth=transforms.bit_depth, **limits)
-        return resize(pixels), make_picture(pixels) if self.pictures else None
+    process: ProcessPoolExecutor | None = None
 
 
 class Decoder:
     """Decode uploads.
 
     Args:
-        decoding: how to decode them.
+        transforms: limits of an image, and its transform.
         seconds: time after which the process that decodes an image is ended.
+        pictures: if True, also make a small picture.
     """
 
-    def __init__(self, decoding: Decoding, seconds: float) -> None:
-        self._decoding, self._seconds, self._closed = decoding, seconds, False
+    def __init__(self, transforms: Transforms, seconds: float, *, pictures: bool) -> None:
+        self._decode, self._seconds = partial(_decode, transforms, pictures), seconds
+        self._memory = transforms.max_pixels * _BYTES_PER_PIXEL + _OTHER_BYTES
         self._threads = ThreadPoolExecutor(available_cores(), "decode")
-        count = min(available_cores(), _MOST_PROCESSES)
-        self._callers = ThreadPoolExecutor(count, "decode-process")
-        self._idle: queue.SimpleQueue[ProcessPoolExecutor | None] = queue.SimpleQueue()
+        self._callers = ThreadPoolExecutor(min(available_cores(), _MOST_PROCESSES), "decode-process")
+        self._local, self._closed = _Local(), False
         self._pids: set[int] = set()
-        for _ in range(count):
-            self._idle.put(None)  # a process is started with the first image
 
     def start(self) -> None:
         """Start the server of processes, so that the first image does not wait for its imports."""
@@ -90,48 +75,39 @@ class Decoder:
             pool.shutdown(cancel_futures=True)
 
     async def decode(self, content: bytes, name: str) -> tuple[Tensor, bytes | None]:
-        """Decode an upload; see ``Decoding``.
+        """Decode an upload.
+
+        Returns:
+            The preprocessed image (C, H, W) uint8, and its picture.
 
         Raises:
-            DataError: see ``Decoding``, or if it takes too long.
+            DataError: see ``decode_image``.
+            RequestError: if it takes too long.
         """
-        function: Callable[[bytes, str], tuple[Tensor, bytes | None]]
-        pool, function = (
-            (self._threads, self._decoding) if is_usual(content) else (self._callers, self._decode_in_process)
-        )
-        return await asyncio.get_running_loop().run_in_executor(pool, function, content, name)
+        usual = is_usual(content)
+        pool, function = (self._threads, self._decode) if usual else (self._callers, self._decode_in_process)
+        pixels, picture = await asyncio.get_running_loop().run_in_executor(pool, function, content, name)
+        return torch.from_numpy(pixels), picture
 
-    def _decode_in_process(self, content: bytes, name: str) -> tuple[Tensor, bytes | None]:
-        """Decode an image in a process, which ends itself if that takes too long."""
-        process = self._idle.get()
-        try:
-            for _ in range(2):  # another program may have ended the process
-                start = time.monotonic()
-                try:
-                    process = process or self._new_process(name)
-                    pixels, picture = process.submit(_decode, self._decoding, self._seconds, content, name).result()
-                    return torch.from_numpy(pixels), picture
-                except BrokenProcessPool:
-                    process = None
-                if time.monotonic() - start >= self._seconds:
-                    raise DataError(
-                        f"the image {name} was not decoded within {self._seconds:g} seconds.\n"
-                        "  fix: send a smaller image, or a JPEG file"
-                    )
-            raise DataError(
-                f"the image {name} cannot be read: the process that decodes it has ended.\n"
-                "  fix: send it again; if this fails again, send a smaller copy"
-            )
-        finally:
-            self._idle.put(process)
+    def _decode_in_process(self, content: bytes, name: str) -> _Decoded:
+        """Decode an image in the process of this thread, which ends itself if that takes too long."""
+        for _ in range(2):  # another program may have ended the process
+            start = time.monotonic()
+            try:
+                process = self._local.process or self._start_process()
+                return process.submit(_decode_until, self._seconds, self._decode, content, name).result()
+            except BrokenProcessPool:
+                self._local.process = None
+            if time.monotonic() - start >= self._seconds:
+                message = f"the image {name} was not decoded within {self._seconds:g} seconds"
+                raise RequestError(422, "invalid_image", message, "send a smaller image, or a JPEG file")
+        message = f"the image {name} cannot be read: the process that decodes it has ended"
+        raise RequestError(422, "invalid_image", message, "send it again; if this fails again, send a smaller copy")
 
-    def _new_process(self, name: str) -> ProcessPoolExecutor:
+    def _start_process(self) -> ProcessPoolExecutor:
         if self._closed:
-            raise DataError(
-                f"the image {name} was not decoded, because the service stops.\n  fix: send it again after the restart"
-            )
-        memory = self._decoding.transforms.max_pixels * _BYTES_PER_PIXEL + _OTHER_BYTES
-        process = ProcessPoolExecutor(1, _forkserver(), _prepare, (memory,))
+            raise BrokenProcessPool("the service stops")
+        process = self._local.process = ProcessPoolExecutor(1, _forkserver(), _prepare, (self._memory,))
         self._pids.add(process.submit(os.getpid).result())
         return process
 
@@ -166,15 +142,20 @@ def _prepare(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
 
 
-def _decode(decoding: Decoding, seconds: float, content: bytes, name: str) -> tuple[np.ndarray, bytes | None]:
+def _decode(transforms: Transforms, pictures: bool, content: bytes, name: str) -> _Decoded:
+    """Return the preprocessed image (C, H, W) uint8, and its picture."""
+    limits: dict[str, Any] = {"max_pixels": transforms.max_pixels, "least_side": transforms.resize.least_side}
+    pixels = decode_image(content, transforms.channels, name=name, bit_depth=transforms.bit_depth, **limits)
+    picture = make_picture(pixels) if pictures else None
+    return transforms.resize(pixels).contiguous().numpy(), picture
+
+
+def _decode_until(seconds: float, decode: Callable[[bytes, str], _Decoded], content: bytes, name: str) -> _Decoded:
     """Decode an image; the timer ends the process, also while it is in a library."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        pixels, picture = decoding(content, name)
-        return pixels.contiguous().numpy(), picture
+        return decode(content, name)
     except (MemoryError, RuntimeError) as error:
-        raise DataError(
-            f"the image {name} cannot be read: {type(error).__name__}.\n  fix: send a smaller image, or a JPEG file"
-        ) from None
+        raise DataError(f"the image {name} cannot be read: {type(error).__name__}") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

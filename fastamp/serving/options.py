@@ -1,7 +1,7 @@
 """Limits and API key of the service."""
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from fastamp.utils.errors import ConfigError, system_cause
 
 KEY_VARIABLE = "FASTAMP_API_KEY"
 _SHORTEST_KEY = 16
+_PARTS = {"queue": "images", "total_megabytes": "megabytes"}
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
@@ -41,20 +42,14 @@ class Limits:
     wait_ms: float = _limit(10.0, "time that the first image of a batch waits for others, in milliseconds")
 
     def __post_init__(self) -> None:
-        for limit in fields(self):
-            value = vars(self)[limit.name]
-            lowest = 0 if limit.name == "wait_ms" else 1
-            if not lowest <= value < float("inf"):
+        for name, value in vars(self).items():
+            part = _PARTS.get(name)  # the limit of one request
+            least = vars(self)[part] if part else int(name != "wait_ms")
+            if not least <= value < float("inf"):
+                reason, fix = (f" (--{part})", f" or decrease --{part}") if part else ("", "")
                 raise ConfigError(
-                    f"the limit {limit.name} is {value:g}; it must be at least {lowest}.\n"
-                    f"  fix: increase --{limit.name.replace('_', '-')}"
-                )
-        for larger, smaller in (("total_megabytes", "megabytes"), ("queue", "images")):
-            most, least = vars(self)[larger], vars(self)[smaller]
-            if most < least:
-                raise ConfigError(
-                    f"the limit {larger} is {most:g}, less than the limit {smaller} of one request, {least:g}.\n"
-                    f"  fix: increase --{larger.replace('_', '-')} or decrease --{smaller}"
+                    f"the limit {name} is {value:g}; it must be at least {least:g}{reason}.\n"
+                    f"  fix: increase --{name.replace('_', '-')}{fix}"
                 )
 
 
@@ -65,27 +60,27 @@ def read_api_key(file: str | None, host: str, *, no_key: bool = False) -> str:
         ConfigError: if the file cannot be read, the key is short or has other than visible ASCII characters, or there
             is none although other machines can reach the service.
     """
-    key, source = os.environ.get(KEY_VARIABLE, "").strip(), KEY_VARIABLE
-    if file is not None:
-        source = file
+    if file is None:
+        source, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "").strip()
+        if not key and (no_key or host in LOCAL_HOSTS):
+            return ""
+        if not key:
+            raise ConfigError(
+                f"other machines can reach the service at {host}, but it has no API key.\n"
+                f"  fix: set {KEY_VARIABLE} or --api-key-file; --no-api-key starts it without one"
+            )
+    else:
         try:
-            key = Path(file).expanduser().read_text(encoding="utf-8").strip()
+            source, key = file, Path(file).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             cause = system_cause(error, "it is not text")
             raise ConfigError(
                 f"cannot read the API key from {file}: {cause}.\n  fix: correct --api-key-file"
             ) from error
-    if key or file is not None:
-        if len(key) < _SHORTEST_KEY or not all("!" <= character <= "~" for character in key):
-            raise ConfigError(
-                f"the API key in {source} must have at least {_SHORTEST_KEY} visible ASCII characters, without spaces; "
-                f"it has {len(key)} characters.\n"
-                '  fix: choose another one, e.g. with python -c "import secrets; print(secrets.token_hex())"'
-            )
-        return key
-    if host not in LOCAL_HOSTS and not no_key:
+    if len(key) < _SHORTEST_KEY or not all("!" <= character <= "~" for character in key):
         raise ConfigError(
-            f"other machines can reach the service at {host}, but it has no API key.\n"
-            f"  fix: set {KEY_VARIABLE} or --api-key-file; --no-api-key starts it without one"
+            f"the API key in {source} must have at least {_SHORTEST_KEY} visible ASCII characters, without spaces; "
+            f"it has {len(key)} characters.\n"
+            '  fix: choose another one, e.g. with python -c "import secrets; print(secrets.token_hex())"'
         )
-    return ""
+    return key

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from fastamp.inference.similarity import Comparison
 from fastamp.retrieval.gallery import Conditions
 from fastamp.retrieval.gallery_store import parse_time
-from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.serving import schemas
 from fastamp.serving.errors import RequestError
 from fastamp.serving.requests import read_form
@@ -61,22 +60,14 @@ def add_routes(router: APIRouter, service: Service) -> None:
 
     @router.get("/gallery", tags=["gallery"], summary="Size and recall")
     async def info() -> schemas.GalleryInfo:
-        def read(gallery: MutableGallery) -> schemas.GalleryInfo:
-            gallery.refresh()
-            return schemas.GalleryInfo(
-                items=len(gallery), metric=model.metric, model=model.config_hash, recall=gallery.recall
-            )
-
-        return await service.in_gallery(read)
+        items, recall = await service.in_gallery(lambda gallery: (len(gallery), gallery.recall))
+        return schemas.GalleryInfo(items=items, metric=model.metric, model=model.config_hash, recall=recall)
 
     @router.get("/gallery/items", tags=["gallery"], summary="Items of the gallery")
     async def items(offset: Annotated[int, Query(ge=0)] = 0, limit: Limit = default_limit) -> schemas.Items:
-        def read(gallery: MutableGallery) -> schemas.Items:
-            gallery.refresh()
-            chosen = [schemas.ItemOut(**item.texts()) for item in gallery.items[offset : offset + limit]]
-            return schemas.Items(total=len(gallery), items=chosen)
-
-        return await service.in_gallery(read)
+        found = await service.in_gallery(lambda gallery: [*gallery.items])
+        chosen = [schemas.ItemOut(**item.texts()) for item in found[offset : offset + limit]]
+        return schemas.Items(total=len(found), items=chosen)
 
     @router.post(
         "/gallery/items",

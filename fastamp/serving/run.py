@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
-from fastamp.serving.app import create_app
 from fastamp.serving.connections import Connection, Server, allowed_connections
 from fastamp.serving.service import Service
 from fastamp.utils.errors import ConfigError, system_cause
@@ -22,22 +22,19 @@ from fastamp.utils.signals import handling
 _LAST_SECONDS = 5  # from the end of the time to stop to the end of the process
 
 
-def serve(
-    service: Service, *, host: str, port: int, api_key: str = "", local: bool = False, open_metrics: bool = False
-) -> None:
+def serve(app: FastAPI, service: Service, *, host: str, port: int) -> None:
     """Answer requests until the process is asked to stop.
 
     Args:
+        app: application of ``create_app``.
         service: what computes.
         host, port: address; port 0 chooses a free one.
-        api_key, local, open_metrics: see ``create_app``.
 
     Raises:
         ConfigError: if the address cannot be used.
     """
     # The thread of the model takes Python's lock for each operation; at the default of 5 ms it waits for long.
     sys.setswitchinterval(0.0005)
-    app = create_app(service, api_key=api_key, local=local, open_metrics=open_metrics)
     listening = _listen(host, port)
     name = f"[{host}]" if ":" in host else host
     address = f"http://{name}:{listening.getsockname()[1]}"

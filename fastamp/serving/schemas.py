@@ -73,9 +73,9 @@ class Match(Score, ItemOut):
 
 
 class QueryResult(BaseModel):
-    decision: str | None = Field(description="match or unknown; null without a calibration")
-    threshold: float | None = Field(description="Score from which the best match is accepted")
-    fpir: float | None = Field(description="Expected false-positive identification rate with this gallery")
+    decision: str | None = Field(default=None, description="match or unknown; null without a calibration")
+    threshold: float | None = Field(default=None, description="Score from which the best match is accepted")
+    fpir: float | None = Field(default=None, description="Expected false-positive identification rate for this gallery")
     found: list[Match]
 
 

@@ -18,15 +18,15 @@ from fastamp.inference.predictor import Predictor
 from fastamp.retrieval.gallery import Conditions
 from fastamp.retrieval.gallery_store import Item, parse_time
 from fastamp.retrieval.mutable_gallery import MutableGallery
-from fastamp.retrieval.search import SearchResult, decide, search
+from fastamp.retrieval.search import decide, search
 from fastamp.serving.batching import Batcher
-from fastamp.serving.decoding import Decoder, Decoding
+from fastamp.serving.decoding import Decoder
 from fastamp.serving.errors import RequestError, split_fix
 from fastamp.serving.metrics import Metrics
 from fastamp.serving.options import Limits
 from fastamp.serving.requests import upload_name
 from fastamp.serving.schemas import ItemIn, Match, QueryResult, Score, Searched
-from fastamp.serving.traced import traced_features
+from fastamp.serving.traced import Compute, traced_features
 from fastamp.utils.errors import DataError
 
 T = TypeVar("T")
@@ -54,22 +54,19 @@ class Service:
         # Raises an error now instead of at the first request, and loads what the first batch needs.
         example = model.preprocess(torch.zeros(model.transforms.channels, 256, 128, dtype=torch.uint8))
         model.features_of_preprocessed([example])
-        self._features = traced_features(model, example)
         self.model, self.gallery, self.limits = model, gallery, limits
         self.metrics = Metrics(lambda: self.batcher.pending, None if gallery is None else lambda: len(gallery))
-        workers = _concurrent_batches(model)
-        self._torch_threads = torch.get_num_threads() if workers > 1 else 0
-        self.batcher = Batcher(
-            self._compute,
-            batch=limits.batch,
-            queue=limits.queue,
-            wait=limits.wait_ms / 1000,
-            workers=workers,
-        )
+        self._features: Compute = model.features_of_preprocessed
+        self._torch_threads, workers = torch.get_num_threads(), 1
+        if isinstance(model, Predictor) and model.device.type == "cpu":
+            self._features = traced_features(model, example)
+            # The threads of one batch synchronize after each layer, which leaves cores idle; a second batch uses them.
+            # The runtime of an exported file is called for one batch at a time, and so is a GPU.
+            workers = min(2, self._torch_threads)
+        self.batcher = Batcher(self._compute, limits, workers)
         most = min(int(limits.megapixels * 1e6), model.transforms.max_pixels)
         transforms = model.transforms._replace(max_pixels=most)
-        decoding = Decoding(transforms, pictures=pictures and gallery is not None)
-        self._decoder = Decoder(decoding, limits.decode_seconds)
+        self._decoder = Decoder(transforms, limits.decode_seconds, pictures=pictures and gallery is not None)
         self._gallery_thread = ThreadPoolExecutor(1, "gallery")
         self._gallery_call = 0.0  # start of the call that is running
         self._building: asyncio.Future[Any] | None = None
@@ -83,7 +80,6 @@ class Service:
 
     def start(self) -> None:
         """Start to compute, in the running event loop."""
-        self.batcher.start()
         self._decoder.start()
         self._build_candidates()
 
@@ -121,10 +117,9 @@ class Service:
     def _compute(self, images: Sequence[Tensor]) -> Tensor:
         """Compute the features of a batch, with half of PyTorch's threads if two batches are computed."""
         self.metrics.batches.observe(len(images))
-        if self._torch_threads:
-            threads = max(1, self._torch_threads // len(self.batcher.starts))
-            if torch.get_num_threads() != threads:  # of this thread
-                torch.set_num_threads(threads)
+        threads = max(1, self._torch_threads // len(self.batcher.starts))
+        if torch.get_num_threads() != threads:  # of this thread
+            torch.set_num_threads(threads)
         return self._features(images)
 
     def require_gallery(self) -> MutableGallery:
@@ -134,7 +129,9 @@ class Service:
         return self.gallery
 
     async def in_gallery(self, function: Callable[[MutableGallery], T]) -> T:
-        """Call a function with the gallery in its thread; a call that has started is completed in any case.
+        """Call a function with the gallery in its thread, with the changes of other processes.
+
+        A call that has started is completed, also if the client has disconnected.
 
         Raises:
             RequestError: with status 404 if there is no gallery.
@@ -144,7 +141,8 @@ class Service:
         def call() -> T:
             self._gallery_call = time.monotonic()
             try:
-                return function(gallery)
+                with gallery.reading():
+                    return function(gallery)
             finally:
                 self._gallery_call = 0.0
 
@@ -179,22 +177,18 @@ class Service:
         """Search for the nearest items of uploaded images, and decide with the calibration of the model."""
         features, _ = await self.features(files)
 
-        def find(gallery: MutableGallery) -> tuple[SearchResult, list[list[Item]], float | None]:
-            with gallery.reading():  # another process may change the rows, and the background task read them
-                found = search(features, gallery, k, where=conditions)
-                items = [[gallery.items[row] for row in rows] for rows in found.rows.tolist()]
-                return found, items, None if conditions else gallery.recall
+        def find(gallery: MutableGallery) -> Searched:
+            found = search(features, gallery, k, where=conditions)
+            decided, queries = decide(found, self.model.calibration), []
+            for query, (rows, scores) in enumerate(zip(found.rows.tolist(), found.scores.tolist(), strict=True)):
+                items = [gallery.items[row] for row in rows]
+                matches = list(map(self._match, range(1, len(items) + 1), scores, items))
+                decision = {} if decided is None else decided.of_query(query)
+                queries.append(QueryResult(**decision, found=matches))
+            recall = None if conditions else gallery.recall
+            return Searched(metric=found.metric, searched=found.searched, recall=recall, queries=queries)
 
-        result, items, recall = await self.in_gallery(find)
-        decided, queries = decide(result, self.model.calibration), []
-        for query, scores in enumerate(result.scores.tolist()):
-            matches = [
-                self._match(rank, score, item)
-                for rank, (score, item) in enumerate(zip(scores, items[query], strict=True), start=1)
-            ]
-            decision = dict.fromkeys(("decision", "threshold", "fpir")) if decided is None else decided.of_query(query)
-            queries.append(QueryResult(**decision, found=matches))
-        return Searched(metric=result.metric, searched=result.searched, recall=recall, queries=queries)
+        return await self.in_gallery(find)
 
     def _match(self, rank: int, score: float, item: Item) -> Match:
         compared = Score.model_validate(self.model.compare_score(score), from_attributes=True)
@@ -212,13 +206,3 @@ def _item(values: ItemIn, item_id: str, name: str) -> Item:
     """Return an item with metadata of a request; ``name`` is used if these have none."""
     time = parse_time(values.time) if values.time else None
     return Item(item_id, name if values.name is None else values.name, values.identity, values.camera, time)
-
-
-def _concurrent_batches(model: FeatureModel) -> int:
-    """Return the number of batches to compute at the same time: two for a checkpoint on a CPU with several threads.
-
-    The threads of one batch synchronize after each layer, which leaves cores idle; a second batch uses them. The
-    runtime of an exported file is called for one batch at a time, and so is a GPU.
-    """
-    on_cpu = isinstance(model, Predictor) and model.device.type == "cpu"
-    return 2 if on_cpu and torch.get_num_threads() > 1 else 1

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fastamp.feature_pass import extract_features
-from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.predictor import Predictor
+from fastamp.utils.errors import summarize_error
 
 logger = logging.getLogger(__name__)
 
@@ -17,44 +17,36 @@ Compute = Callable[[Sequence[Tensor]], Tensor]
 _TOLERANCE = 1e-4  # of the largest value
 
 
-def traced_features(model: FeatureModel, example: Tensor) -> Compute:
-    """Trace the network of a model, so that computing features does not hold the GIL.
+def traced_features(model: Predictor, example: Tensor) -> Compute:
+    """Trace the network of a Predictor on the CPU, so that computing features does not hold the GIL.
 
     In eager mode, Python code runs between the operators, so the network and the threads that handle requests wait for
     each other.
 
     Args:
-        model: checkpoint or exported file.
+        model: Predictor on the CPU.
         example: preprocessed image (C, H, W) uint8.
 
     Returns:
-        Function from preprocessed images to features, as ``model.features_of_preprocessed``. It is this method if
-        the model is an exported file or on a GPU, or if the trace fails or has other features; it is also called for
-        images of other sizes than the example.
+        Function from preprocessed images to features, as ``model.features_of_preprocessed``. It is this method if the
+        trace fails or has other features; it is also called for images of other sizes than the example.
     """
-    if not isinstance(model, Predictor) or model.policy.device_type != "cpu":
-        return model.features_of_preprocessed
-    network = _Network(model).eval()
     generator = torch.Generator().manual_seed(0)
     images = list(torch.randint(256, (3, *example.shape), generator=generator, dtype=torch.uint8))
-    batches = (images, images[:1])
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # constants in the trace, which is checked below; deprecation
         try:
             # Two images: a size of 1 could be taken for a constant.
-            traced = torch.jit.trace(network, torch.stack(images[:2]), check_trace=False)
+            traced = torch.jit.trace(_Network(model).eval(), torch.stack(images[:2]), check_trace=False)
             if model.policy.dtype == torch.float32:  # folds batch norm; in bfloat16, this changes the rounding
                 traced = torch.jit.freeze(traced)
-            outputs = [_compute(traced, batch) for batch in batches]
+            for batch in (images, images[:1]):
+                expected = model.features_of_preprocessed(batch)
+                limit = _TOLERANCE * expected.abs().max().item()
+                torch.testing.assert_close(_compute(traced, batch), expected, rtol=0, atol=limit)
         except Exception as error:  # PyTorch raises many exception types
-            logger.info("computing without a trace, which failed: %s", str(error).strip().partition("\n")[0])
+            logger.info("computing without a trace: %s", summarize_error(error))
             return model.features_of_preprocessed
-    if not all(
-        _is_close(features, model.features_of_preprocessed(batch))
-        for features, batch in zip(outputs, batches, strict=True)
-    ):
-        logger.info("computing without a trace, because its features are different")
-        return model.features_of_preprocessed
 
     def compute(images: Sequence[Tensor]) -> Tensor:
         if all(image.shape == example.shape for image in images):
@@ -75,11 +67,6 @@ class _Network(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return extract_features(self.model, {"images": images}, self.policy, self.flip)
-
-
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    limit = _TOLERANCE * expected.abs().max()
-    return actual.shape == expected.shape and bool((actual - expected).abs().max() <= limit)
 
 
 def _compute(traced: torch.jit.ScriptModule, images: Sequence[Tensor]) -> Tensor:

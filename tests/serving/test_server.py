@@ -194,16 +194,15 @@ def test_process_is_not_ended_after_the_server_has_stopped(monkeypatch, capsys):
     before = {*threading.enumerate()}
 
     def stop(server, sockets):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         assert server.should_exit and len(timers()) == 1
 
     def timers():
         return [thread for thread in {*threading.enumerate()} - before if isinstance(thread, threading.Timer)]
 
-    monkeypatch.setattr(run, "create_app", lambda *args, **options: None)
     monkeypatch.setattr(run.Server, "run", stop)
     model, counts = SimpleNamespace(checkpoint="model.pth"), {"received": 3, "answered": 3}
-    run.serve(SimpleNamespace(model=model, limits=Limits(), counts=counts), host="127.0.0.1", port=0)
+    run.serve(None, SimpleNamespace(model=model, limits=Limits(), counts=counts), host="127.0.0.1", port=0)
     assert capsys.readouterr().out.endswith("stopped: answered 3 of 3 requests\n")
     deadline = time.monotonic() + 60
     while timers() and time.monotonic() < deadline:

@@ -32,7 +32,7 @@ from starlette.requests import Request
 
 from fastamp.serving.app import create_app
 from fastamp.serving.batching import Batcher
-from fastamp.serving.decoding import Decoder, Decoding, is_usual
+from fastamp.serving.decoding import Decoder, is_usual
 from fastamp.serving.errors import RequestError
 from fastamp.serving.options import Limits, read_api_key
 from fastamp.serving.requests import read_form
@@ -355,7 +355,7 @@ def png(side=40, color=(9, 9, 9)):
 
 
 def test_images_are_decoded_in_a_process_that_ends_at_the_deadline(predictor):
-    decoder = Decoder(Decoding(predictor.transforms._replace(resize=SlowResize()), pictures=True), seconds=4)
+    decoder = Decoder(predictor.transforms._replace(resize=SlowResize()), seconds=4, pictures=True)
 
     async def decode_both():
         slow, usual = await asyncio.gather(
@@ -370,7 +370,7 @@ def test_images_are_decoded_in_a_process_that_ends_at_the_deadline(predictor):
         slow, *usual = asyncio.run(decode_both())
     finally:
         decoder.close()
-    assert isinstance(slow, DataError) and "within 4 seconds" in str(slow)
+    assert isinstance(slow, RequestError) and "within 4 seconds" in str(slow) and "smaller" in slow.fix
     for pixels, picture in usual:
         assert torch.equal(pixels, torch.full((3, 40, 40), 9, dtype=torch.uint8)) and picture[:2] == b"\xff\xd8"
     assert not multiprocessing.active_children()
@@ -525,12 +525,12 @@ def test_pages_contain_only_their_own_scripts(start):
     assert "Body_" not in routes
 
 
-def run_batches(work, compute, **options):
+def run_batches(work, compute, workers=1, **options):
     """Run a coroutine function with a batcher, and return its result."""
 
     async def main():
-        batcher = Batcher(compute, **{"batch": 4, "queue": 8, "wait": 0.0} | options)
-        batcher.start()
+        limits = Limits(images=1, queue=8, **{"batch": 4, "wait_ms": 0} | options)
+        batcher = Batcher(compute, limits, workers)
         try:
             return await asyncio.wait_for(work(batcher), 30)
         finally:
@@ -554,7 +554,7 @@ def test_batches_collect_concurrent_images_and_keep_their_order():
     async def work(batcher):
         return await asyncio.gather(*(request(batcher, 2 * n, 2 * n + 1) for n in range(4)))
 
-    found = run_batches(work, compute, wait=0.05)
+    found = run_batches(work, compute, wait_ms=50)
     assert found == [[[2.0 * n], [2.0 * n + 1]] for n in range(4)] and sizes == [4, 4]
 
 
@@ -571,27 +571,32 @@ def test_two_threads_compute_at_the_same_time_and_divide_the_images():
         assert not batcher.starts and batcher.pending == 0
         return found
 
-    found = run_batches(work, compute, wait=0.05, workers=2)
+    found = run_batches(work, compute, wait_ms=50, workers=2)
     assert found == [[[float(n)]] for n in range(6)] and sizes == [3, 3]
 
 
 def test_an_image_waits_once(monkeypatch):
-    delays, sleep = [], asyncio.sleep
-
-    async def record(delay):
-        delays.append(delay)
-        await sleep(0)
+    delays, sizes = [], []
 
     async def work(batcher):
+        loop = asyncio.get_running_loop()
+        clock = loop.time
+
+        def wait(delay, function):
+            delays.append(delay)
+            loop.call_soon(function)
+
+        monkeypatch.setattr(loop, "call_later", wait)
+        monkeypatch.setattr(loop, "time", lambda: clock() + sum(delays))
         await asyncio.gather(*(request(batcher, n) for n in range(4)))
 
-    monkeypatch.setattr(asyncio, "sleep", record)
-    sizes = []
-    run_batches(
-        work, lambda images: sizes.append(len(images)) or torch.zeros(len(images), 1), wait=60, workers=2, batch=8
-    )
+    def compute(images):
+        sizes.append(len(images))
+        return torch.zeros(len(images), 1)
+
+    run_batches(work, compute, wait_ms=10_000, workers=2, batch=8)
     assert sizes == [2, 2]
-    assert len([delay for delay in delays if delay > 30]) == 1
+    assert len([delay for delay in delays if delay > 5]) == 1
 
 
 def test_two_batches_divide_the_threads_and_one_uses_all(predictor, images, monkeypatch):
@@ -605,7 +610,6 @@ def test_two_batches_divide_the_threads_and_one_uses_all(predictor, images, monk
         return compute(pixels)
 
     async def work(batcher):
-        batcher.start()
         found.extend(await asyncio.gather(*(request(batcher, pixel) for pixel in pixels[:4])))
         found.extend([await request(batcher, image) for image in pixels[4:]])
         await batcher.stop()
@@ -634,7 +638,7 @@ def test_an_invalid_image_fails_only_its_own_request():
         requests = (request(batcher, 1, 2), request(batcher, 13), request(batcher, 3))
         return await asyncio.gather(*requests, return_exceptions=True)
 
-    first, second, third = run_batches(work, compute, wait=0.05)
+    first, second, third = run_batches(work, compute, wait_ms=50)
     assert first == [[1.0], [2.0]] and isinstance(second, DataError) and third == [[3.0]]
 
 
