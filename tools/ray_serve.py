@@ -41,13 +41,9 @@ class Model:
         try:
             return list(self._predictor.require_features(images).numpy())
         except DataError as error:
-            return [str(error)] if len(images) == 1 else [self._alone(image) for image in images]
-
-    def _alone(self, image: bytes) -> np.ndarray | str:
-        try:
-            return self._predictor.require_features([image]).numpy()[0]
-        except DataError as error:
-            return str(error)
+            if len(images) == 1:
+                return [str(error)]
+            return [answer for image in images for answer in await Model.features(self, [image])]
 
 
 class Gallery:

@@ -16,6 +16,7 @@ from fastamp.inference import Predictor
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import crop_boxes
 from fastamp.inference.runtime import ExportedModel, is_exported
+from fastamp.retrieval.vectors import normalized
 from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -61,28 +62,23 @@ class ReID:
             return np.zeros((0, self.model.feature_dim), dtype=np.float32)
         crops: list[Any] = crop_boxes(frame, corners.reshape(len(corners), -1)[:, :4])
         rows = [row for row, crop in enumerate(crops) if crop.size]
-        if len(rows) == len(crops):
-            return self._unit_features(crops)
-        if not self.outside:
+        outside = len(crops) - len(rows)
+        if outside and not self.outside:
             logger.warning(
                 "%d of %d boxes are outside the frame of %d x %d pixels, and have a constant feature; the first: %s. "
                 "Further ones are only counted (attribute outside).\n"
                 "  fix: pass boxes (x0, y0, x1, y1) in pixels of the frame",
-                *(len(crops) - len(rows), len(crops), frame.shape[1], frame.shape[0]),
+                *(outside, len(crops), frame.shape[1], frame.shape[0]),
                 next(box for box, crop in zip(corners[:, :4].tolist(), crops, strict=True) if not crop.size),
             )
-        self.outside += len(crops) - len(rows)
+        self.outside += outside
         width = self.model.feature_dim
         constant = np.where(np.arange(width) % 2, -1, 1) / width**0.5
         features = np.tile(constant.astype(np.float32), (len(crops), 1))
         if rows:
-            features[rows] = self._unit_features([crops[row] for row in rows])
+            inside = self.model.features([crops[row] for row in rows], color="bgr")
+            features[rows] = normalized(inside.numpy(), "cosine")
         return features
-
-    def _unit_features(self, crops: list[Any]) -> NDArray[np.float32]:
-        features: NDArray[np.float32] = self.model.features(crops, color="bgr").numpy()
-        norms = np.linalg.norm(features, axis=1, keepdims=True)
-        return features / np.maximum(norms, np.finfo(np.float32).tiny)
 
 
 class BoxmotReID(ReID):

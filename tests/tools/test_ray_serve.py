@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from command import load_script
 
 from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.mutable_gallery import MutableGallery
+from fastamp.utils.errors import DataError
 
 pytest.importorskip("starlette")
 pytest.importorskip("python_multipart")
@@ -48,3 +51,15 @@ def test_errors_of_the_gallery_have_the_status_of_the_service(tmp_path):
         folder.rename(tmp_path / "b.gallery")
         for answer, status in (gallery.add(["b"], feature), gallery.search(feature, 1)):
             assert status == 503 and str(tmp_path) not in answer["error"]
+
+
+def test_an_invalid_image_has_an_error_of_its_own():
+    def features(images):
+        if b"invalid" in images:
+            raise DataError("cannot be read")
+        return torch.ones(len(images), 4)
+
+    model = object.__new__(MODULE.Model)
+    model._predictor = SimpleNamespace(require_features=features)
+    first, second, third = asyncio.run(model.features([b"a", b"invalid", b"b"]))
+    assert second == "cannot be read" and first.tolist() == third.tolist() == [1] * 4
