@@ -184,14 +184,11 @@ def compute(path: str, cfg: CfgNode) -> tuple[EvaluationResult, str]:
     arrays = read_arrays(path, protocol)
     pids, _ = column_of(arrays, "pids")
     has_cameras = all(f"{side}_camids" in arrays for side in SIDES)
+    camids = column_of(arrays, "camids")[0] if has_cameras else torch.zeros_like(pids)
     columns = {name: column_of(arrays, name) for name in protocol.columns}
-    ids = Identities.split(
-        len(arrays["query_pids"]),
-        pids,
-        column_of(arrays, "camids")[0] if has_cameras else torch.zeros_like(pids),
-        {name: values for name, (values, _) in columns.items()},
-        {name: texts for name, (_, texts) in columns.items() if texts is not None},
-    )
+    values = {name: both for name, (both, _) in columns.items()}
+    texts = {name: names for name, (_, names) in columns.items() if names is not None}
+    ids = Identities.split(len(arrays["query_pids"]), pids, camids, values, texts)
     features = [features_of(arrays, side) for side in SIDES]
     saved = " and ".join(dict.fromkeys(str(arrays[f"{side}_features"].dtype) for side in SIDES))
     arrays.clear()

@@ -20,7 +20,6 @@ from fastamp.utils.version import __version__
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _TASK = "image-feature-extraction"  # the Hub's name of the task
-_PRECISION = {"bfloat16": "bfloat16 mixed precision", "float16": "float16 mixed precision", "float32": "float32"}
 
 
 def model_card(
@@ -85,7 +84,6 @@ def model_card(
         columns=columns,
         protocol_text=_describe_protocol(cfg),
         calibration=read_calibration(content, name),
-        precision=_PRECISION,
         version=__version__,
         torch_version=torch.__version__,
         plugin=plugin,

@@ -165,7 +165,7 @@ def test_euclidean_calibration_decides_by_distance(run_folder, people):
     found = calibrate_model(predictor, people, **RATES)
     assert 0 < found.same_threshold <= found.different_threshold and found.decide(0.0) == "same"
     assert found.accepts(np.array([0.0, 1e9])).tolist() == [True, False]
-    assert found.probability(0.0) > 0.9 > 0.1 > found.probability(1e9)
+    assert found.probability(0.0) > 0.9 > 0.5 > found.probability(1e9)
     assert "at most" in found.describe()
 
 
