@@ -53,12 +53,12 @@ class PlaceFile:
 
     def append(self, rows: torch.Tensor, places: torch.Tensor) -> None:
         """Write the places (B, C, P) of the images with the given positions in the test set (B,)."""
-        if not self._shape:
-            self._shape = tuple(places.shape[1:])
-        if tuple(places.shape[1:]) != self._shape:
+        shape = tuple(places.shape[1:])
+        self._shape = self._shape or shape
+        if shape != self._shape:
             raise ConfigError(
-                f"the images have different numbers of places: {self._shape} and {tuple(places.shape[1:])} (channels, "
-                "places).\n  fix: use test images of one size (INPUT.SIZE_TEST)"
+                f"the images have different numbers of places: {self._shape} and {shape} (channels, places).\n"
+                "  fix: use test images of one size (INPUT.SIZE_TEST)"
             )
         self._rows.append(rows.cpu())
         self._file.write(places.float().cpu().contiguous().numpy().tobytes())
@@ -156,10 +156,8 @@ def mixed_distances(
     size = max(1, int(features.memory_budget_mb * 2**20 / 5 / places.image_bytes))
     start, stop = comm.shard_range(num_query)
     mixed = torch.empty(stop - start, count)
-    nearest = torch.empty(stop - start, count, dtype=torch.int64)
-    for first, distances in features.blocks(start, stop):
-        near = distances.topk(count, largest=False).indices
-        nearest[first - start : first - start + len(near)] = near.cpu()
+    blocks = [block.topk(count, largest=False).indices.cpu() for _, block in features.blocks(start, stop)]
+    nearest = torch.cat([torch.empty(0, count, dtype=torch.int64), *blocks])
     for first in track(range(start, stop, size), -(-(stop - start) // size), "reconstructing"):
         last = min(first + size, stop)
         queries, weights = places.read(range(first, last), device), scores[first:last].to(device)
@@ -194,9 +192,9 @@ def rank1_by_weight(
     return (100 * hits / max(valid, 1)).tolist()
 
 
-def best_weight(rates: Sequence[float], weights: Sequence[float] = WEIGHTS) -> float:
-    """Return the weight with the highest Rank-1; of equal ones the smallest."""
-    return weights[int(np.argmax(rates))]
+def best_weight(rates: Sequence[float]) -> float:
+    """Return the weight in ``WEIGHTS`` with the highest Rank-1; of equal ones the smallest."""
+    return WEIGHTS[int(np.argmax(rates))]
 
 
 @EVALUATOR_REGISTRY.register()
@@ -220,13 +218,12 @@ class DsrEvaluator(ReidEvaluator):
     def __init__(self, cfg: CfgNode, num_query: int, output_dir: str | None = None, **options: Any) -> None:
         self.dsr = cfg.TEST.DSR
         if self.dsr.ENABLED:
-            rule = cfg.TEST.PROTOCOL
             for conflict, fix in (
                 (cfg.TEST.METRIC != "cosine", "TEST.METRIC cosine"),
                 (cfg.TEST.RERANK.ENABLED, "TEST.RERANK.ENABLED False"),
                 (cfg.TEST.AQE.ENABLED, "TEST.AQE.ENABLED False"),
                 (cfg.TEST.FLIP.ENABLED, "TEST.FLIP.ENABLED False"),
-                (rule not in ("market1501", "no_camera"), "TEST.PROTOCOL market1501 or no_camera"),
+                (cfg.TEST.PROTOCOL not in ("market1501", "no_camera"), "TEST.PROTOCOL market1501 or no_camera"),
             ):
                 if conflict:
                     raise ConfigError(
@@ -293,14 +290,11 @@ class DsrEvaluator(ReidEvaluator):
         )
         self.rates = rank1_by_weight(mixed, identities, self.protocol)
         oracle = best_weight(self.rates)
+        best = MixedDistances(cosine, mixed.candidates, mixed.reconstruction, oracle)
         self._compared = {
-            name: rank_metrics(blocks, identities, self.protocol)
-            for name, blocks in (
-                ("global features", cosine),
-                ("oracle", MixedDistances(cosine, mixed.candidates, mixed.reconstruction, oracle)),
-            )
+            "global features": rank_metrics(cosine, identities, self.protocol),
+            "oracle": rank_metrics(best, identities, self.protocol) | {"weight": oracle},
         }
-        self._compared["oracle"]["weight"] = oracle
         return mixed
 
     def evaluate(self) -> dict[str, Any] | None:
