@@ -239,16 +239,10 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
             f"{search.folder} already contains a search.\n  fix: continue it with --resume, or set OUTPUT_DIR to "
             "another folder"
         )
-    saved = json.loads(file.read_text(encoding="utf-8"))
     # Keys of later versions had their default values.
     before = json.loads(json.dumps({key.path: key.default for key, _ in search.cfg.keys_below()}, default=dict))
-    del before["OUTPUT_DIR"]
-    before |= saved
-    changed = [
-        f"{name} was {before.get(name)}, got {facts.get(name)}"
-        for name in before | facts
-        if before.get(name) != facts.get(name)
-    ]
+    before |= json.loads(file.read_text(encoding="utf-8"))
+    changed = [f"{name} was {before.get(name)}, got {facts[name]}" for name in facts if before.get(name) != facts[name]]
     if changed:
         raise ConfigError(
             f"cannot resume the search in {search.folder} with other settings: {'; '.join(changed)}.\n"
