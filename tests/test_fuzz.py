@@ -41,7 +41,7 @@ from fastamp.retrieval import features_file, npz
 from fastamp.retrieval.gallery_store import DATABASE_FILE, Item
 from fastamp.retrieval.index_file import read_index
 from fastamp.retrieval.model_id import ModelId
-from fastamp.retrieval.mutable_gallery import MutableGallery, create_or_open
+from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.retrieval.search import search
 from fastamp.utils.errors import UserError
 
@@ -405,7 +405,8 @@ SQL_CHANGES = (
     "UPDATE OR IGNORE items SET {item} = {value} WHERE random() % 3 = 0",
     "UPDATE OR IGNORE items SET {item} = {value}",
     "UPDATE gallery SET {model} = {value}",
-    "UPDATE pictures SET picture = {value}",
+    "UPDATE items SET picture = {value}",
+    "UPDATE sqlite_sequence SET seq = {value}",
     "ALTER TABLE items RENAME COLUMN {item} TO other",
     "CREATE TABLE other (a)",
     "CREATE INDEX other ON items ({item})",
@@ -432,7 +433,7 @@ def test_opening_and_changing_a_hostile_gallery_never_crashes(tmp_path_factory, 
     with contextlib.closing(sqlite3.connect(folder / DATABASE_FILE)) as connection:
         for _ in range(rng.choice((0, 1, 1, 2))):
             columns = {"item": rng.choice(("id", "number", "name", "identity", "camera", "time", "feature", "crc"))}
-            columns["model"] = rng.choice(("format", "width", "metric", "config_hash", "next_number", "token"))
+            columns["model"] = rng.choice(("width", "metric", "config_hash", "checkpoint", "token"))
             change = rng.choice(SQL_CHANGES).format(**columns, value=rng.choice(SQL_VALUES), recursion=RECURSION)
             with contextlib.suppress(sqlite3.Error):
                 connection.executescript(change)
@@ -530,7 +531,7 @@ def client(tmp_path_factory):
     from fastamp.serving.service import Service
 
     model = Predictor(SAVED / "model_final.pth", device="cpu")
-    gallery = create_or_open(tmp_path_factory.mktemp("service") / "a.gallery", model.model_id)
+    gallery = MutableGallery(tmp_path_factory.mktemp("service") / "a.gallery", model.model_id)
     service = Service(model, gallery, Limits(megabytes=4))
     with TestClient(create_app(service, api_key="", local=False), raise_server_exceptions=False) as client:
         yield client

@@ -19,7 +19,7 @@ import numpy as np
 
 from fastamp import Predictor
 from fastamp.retrieval.gallery_store import Item
-from fastamp.retrieval.mutable_gallery import create_or_open
+from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.retrieval.search import search
 from fastamp.serving.errors import user_request_error
 from fastamp.utils.errors import DataError, UserError
@@ -50,7 +50,7 @@ class Gallery:
     """The gallery, in one process."""
 
     def __init__(self, checkpoint: str, gallery: str) -> None:
-        self._gallery = create_or_open(gallery, Predictor(checkpoint, device="cpu").model_id)
+        self._gallery = MutableGallery(gallery, Predictor(checkpoint, device="cpu").model_id)
 
     def add(self, ids: list[str], features: np.ndarray) -> tuple[dict[str, Any], int]:
         """Add items; return their number when they are on the disk, or an error, and the HTTP status."""

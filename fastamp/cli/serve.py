@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             f"fastamp serve needs {', '.join(missing)}, which {verb} not installed.\n"
             '  fix: pip install "fastamp[serve]"'
         )
-    from fastamp.retrieval.mutable_gallery import create_or_open
+    from fastamp.retrieval.mutable_gallery import MutableGallery
     from fastamp.serving.app import create_app
     from fastamp.serving.run import serve
     from fastamp.serving.service import Service
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     limits = Limits(**{field.name: vars(args)[field.name] for field in fields(Limits)})
     api_key = read_api_key(args.api_key_file, args.host, no_key=args.no_api_key)
     model = model_of(args, args.key_values)
-    gallery = create_or_open(args.gallery, model.model_id) if args.gallery else None
+    gallery = MutableGallery(args.gallery, model.model_id) if args.gallery else None
     service = Service(model, gallery, limits, pictures=not args.no_pictures)
     local = args.host in LOCAL_HOSTS
     app = create_app(service, api_key=api_key, local=local, open_metrics=args.open_metrics)

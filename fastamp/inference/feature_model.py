@@ -28,7 +28,7 @@ from fastamp.inference.similarity import Comparison, sample_pair_scores
 from fastamp.layers.distance import pairwise_distance
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.gallery import Conditions, Gallery
-from fastamp.retrieval.model_id import ModelId, check_same_model
+from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.search import SearchResult, decide, search, search_by_scores
 from fastamp.utils.errors import ConfigError, DataError, check_choice, summarize_error
 
@@ -225,7 +225,7 @@ class FeatureModel(ABC):
             source, pairs = "the reference", reference
         elif reference is not None:
             stored = read_features(reference)
-            check_same_model(stored.path, stored.model, self.config_hash, self.checkpoint)
+            stored.check_model(self)
             pairs = sample_pair_scores(stored, junk=self.protocol.rule.junk, seed=self.protocol.seed)
             source = str(reference)
         if pairs is not None and pairs.metric != self.metric:  # opts changed it
@@ -299,7 +299,7 @@ class FeatureModel(ABC):
             ConfigError: if ``k`` or ``effort`` is below 1, there are neither queries nor terms, or the gallery has no
                 values for ``terms`` or ``conditions``.
         """
-        check_same_model(gallery.path, gallery.model, self.config_hash, self.checkpoint)
+        gallery.check_model(self)
         with gallery.reading():  # the rows of terms are those of the search, also if other processes change the gallery
             limits = [gallery.rows_where(conditions)] if conditions else []
             if query is None:

@@ -17,7 +17,7 @@ from fastamp.data.file_parts import file_of
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.gallery_store import Item
-from fastamp.retrieval.mutable_gallery import MutableGallery, create_or_open
+from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.utils.errors import DataError
 from fastamp.utils.progress import track
 
@@ -88,7 +88,7 @@ def add_images(
         readable, features, faults = model.readable_features([paths[row] for row in rows])
         return [item(path) for path in readable], features, faults
 
-    with create_or_open(gallery, model.model_id) as opened:
+    with MutableGallery(gallery, model.model_id) as opened:
         return _add(opened, [id_of_path(gallery, path) for path in paths], load, given, size=_IMAGE_BATCH)
 
 
@@ -125,7 +125,7 @@ def add_extraction(
     def load(rows: list[int]) -> _Loaded:
         return [item(row) for row in rows], torch.from_numpy(np.array(content.matrix[rows])), []
 
-    with create_or_open(gallery, content.model) as opened:
+    with MutableGallery(gallery, content.model) as opened:
         return _add(opened, ids, load, given, size=_EXTRACTED_BATCH)[:2]
 
 

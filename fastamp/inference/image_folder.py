@@ -13,7 +13,7 @@ from fastamp.retrieval.columns import ImageColumns
 from fastamp.retrieval.features import Features
 from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.gallery import Gallery
-from fastamp.retrieval.model_id import ModelId, check_same_model
+from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.open_gallery import has_features, open_gallery
 from fastamp.utils.errors import ConfigError, DataError, WriteError, summarize_error
 from fastamp.utils.plural import plural
@@ -95,7 +95,7 @@ def _is_current(folder: Path, files: list[str], out: Path, model: "FeatureModel"
     prefix = os.path.join(os.path.abspath(folder), "")
     try:
         features = read_features(out)
-        check_same_model(out, features.model, model.config_hash, model.checkpoint)
+        features.check_model(model)
         paths = features.images.paths.tolist()
         if features.images.split is not None or not all(os.path.abspath(path).startswith(prefix) for path in paths):
             raise DataError("it is the extraction of a dataset, or contains features of other images")

@@ -36,8 +36,8 @@ class ImageColumns:
     cameras: np.ndarray | None = None
     further: Mapping[str, np.ndarray] = field(default_factory=dict)
 
-    def take(self, rows: np.ndarray | int) -> "ImageColumns":
-        """Return the columns of ``rows``, an index or an array of indices of any shape."""
+    def take(self, rows: np.ndarray | slice | int) -> "ImageColumns":
+        """Return the columns of ``rows``: an index, a slice, or an array of indices of any shape."""
         own: dict[str, Any] = {name: vars(self)[name] for name in OWN_COLUMNS}
         own = {name: None if values is None else values[rows] for name, values in own.items()}
         return ImageColumns(**own, further={name: values[rows] for name, values in self.further.items()})

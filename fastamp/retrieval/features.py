@@ -1,6 +1,5 @@
 """Features of images, with the columns that describe the images and the model that computed the features."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,12 +42,7 @@ class Features(Gallery):
         """Features of all images; their norms are computed once."""
         return Vectors(self.matrix, self.model.metric, self.path)
 
-    @property
-    def columns(self) -> Mapping[str, np.ndarray]:
-        """Further columns of all images; see ``Gallery``."""
-        return self.images.further
-
-    def columns_of(self, rows: np.ndarray) -> ImageColumns:
+    def columns_of(self, rows: np.ndarray | slice) -> ImageColumns:
         """Return the columns of images; see ``Gallery``."""
         return self.images.take(rows)
 

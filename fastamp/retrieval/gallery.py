@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from fastamp.retrieval.columns import ImageColumns
 from fastamp.retrieval.indices import Index
 from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.vectors import Vectors
+from fastamp.utils.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,20 @@ class Gallery(ABC):
         """Measured recall of the search in 0..1, see ``Index.measure``; None if it is exact."""
         return None if self.index is None else self.index.recall
 
+    def check_model(self, model: Any) -> None:
+        """Check that features of a model (``ModelId`` or ``FeatureModel``) can be compared with those of the gallery.
+
+        Raises:
+            DataError: if the hashes of the models differ.
+        """
+        if model.config_hash != self.model.config_hash:
+            raise DataError(
+                f"model mismatch: the features in {self.path} were extracted with a different model.\n"
+                f"  file:  {self.model.checkpoint} ({self.model.config_hash})\n"
+                f"  model: {model.checkpoint} ({model.config_hash})\n"
+                "  fix: use the model that extracted the features, or extract them again with this model"
+            )
+
     def reading(self) -> AbstractContextManager[object]:
         """Return a context in which the gallery does not change, with the changes of other processes."""
         return nullcontext()
@@ -83,13 +99,13 @@ class Gallery(ABC):
         """Features of all images."""
 
     @property
-    @abstractmethod
     def columns(self) -> Mapping[str, np.ndarray]:
         """Further columns of all images, see ``ImageColumns``."""
+        return self.columns_of(slice(None)).further
 
     @abstractmethod
-    def columns_of(self, rows: np.ndarray) -> ImageColumns:
-        """Return the columns of images; ``rows`` is an array of indices of any shape."""
+    def columns_of(self, rows: np.ndarray | slice) -> ImageColumns:
+        """Return the columns of images; ``rows`` is an array of indices of any shape, or a slice."""
 
     @abstractmethod
     def rows_where(self, conditions: Conditions) -> np.ndarray:

@@ -1,13 +1,13 @@
 """Items of a mutable gallery in an SQLite database: each batch of changes is on the disk before it is acknowledged."""
 
-import math
+import itertools
 import os
 import sqlite3
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -15,45 +15,34 @@ import numpy as np
 
 from fastamp.retrieval.model_id import ModelId
 from fastamp.utils.errors import ConfigError, DataError, WriteError
+from fastamp.utils.files import check_format
 
 DATABASE_FILE = "items.db"
 _FORMAT = 1
 _SCHEMA = """
-CREATE TABLE gallery (
-    format INTEGER, width INTEGER, metric TEXT, config_hash TEXT, checkpoint TEXT, next_number INTEGER, token TEXT
-);
+CREATE TABLE gallery (width INTEGER, metric TEXT, config_hash TEXT, checkpoint TEXT, token TEXT);
 CREATE TABLE items (
-    id TEXT PRIMARY KEY, number INTEGER UNIQUE, name TEXT, identity TEXT, camera TEXT, time REAL,
-    feature BLOB, crc INTEGER
-);
-CREATE TABLE pictures (id TEXT PRIMARY KEY REFERENCES items (id) ON DELETE CASCADE, picture BLOB);
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, name TEXT, identity TEXT, camera TEXT, time REAL,
+    feature BLOB, crc INTEGER, picture BLOB
+)
 """
-_COLUMNS = "number", "name", "identity", "camera", "time", "feature", "crc"
-_WRITE = f"""
-    INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?)
-    ON CONFLICT (id) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)}
+# A new feature gets a new number; the old feature and picture are kept if there is no new one.
+_WRITE = """
+INSERT OR REPLACE INTO items
+SELECT CASE WHEN :feature IS NULL THEN old.number END, :id, :name, :identity, :camera, :time,
+    coalesce(:feature, old.feature), coalesce(:crc, old.crc), coalesce(:picture, old.picture)
+FROM (SELECT 1) LEFT JOIN items AS old ON old.id = :id
 """
 _READ_ROWS = 8192
 _BUSY_SECONDS = 60
-# Limits of files of other people: bytes of a value, dimension of a feature, numbers of items, and instructions of
-# SQLite's virtual machine, which needs fewer than 10 for each byte of a gallery that it reads.
-_MOST_BYTES, _LARGEST_WIDTH, _LARGEST_NUMBER = 2**24, 2**20, 2**62
+# Limits of files of other people: bytes of a value, and instructions of SQLite's virtual machine, which needs fewer
+# than 10 for each byte of a gallery that it reads.
+_MOST_BYTES = 2**24
 _STEPS, _STEPS_PER_BYTE, _STEPS_AT_ONCE = 10**6, 10, 10**4
 _TEXTS = "id", "name", "identity", "camera"
 _FIRST_TIME, _LAST_TIME = -62135596800, 253402300800  # years 1 to 9999
-_TABLES = [("table", statement.split()[2], statement) for statement in map(str.strip, _SCHEMA.split(";")) if statement]
-_VALID_MODEL = f"""
-    typeof(width) = 'integer' AND width BETWEEN 1 AND {_LARGEST_WIDTH} AND metric IN ('cosine', 'euclidean')
-    AND typeof(config_hash) = 'text' AND typeof(checkpoint) = 'text' AND typeof(token) = 'text'
-    AND typeof(next_number) = 'integer' AND next_number BETWEEN 0 AND {_LARGEST_NUMBER}
-"""
-_VALID_ITEM = f"""
-    typeof(id) = 'text' AND typeof(name) = 'text' AND typeof(identity) = 'text' AND typeof(camera) = 'text'
-    AND length(id) BETWEEN 1 AND 500 AND instr(CAST(id AS BLOB), x'00') = 0
-    AND (time IS NULL OR typeof(time) = 'real' AND time >= {_FIRST_TIME} AND time < {_LAST_TIME})
-    AND typeof(number) = 'integer' AND number >= 0 AND number < (SELECT next_number FROM gallery)
-    AND typeof(feature) = 'blob' AND length(feature) = 4 * (SELECT width FROM gallery) AND typeof(crc) = 'integer'
-"""
+_TABLES = [("table", statement.split()[2], statement) for statement in map(str.strip, _SCHEMA.split(";"))]
+_NUMBERS = "table", "sqlite_sequence", "CREATE TABLE sqlite_sequence(name,seq)"  # SQLite's, of AUTOINCREMENT
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,8 @@ class Item:
         wrong = [name for name in _TEXTS if not isinstance(vars(self)[name], str)]
         if not wrong and (not 1 <= len(self.id) <= 500 or "\0" in self.id):
             wrong.append("id")
-        if self.time is not None and not _FIRST_TIME <= self.time < _LAST_TIME:
+        is_time = isinstance(self.time, (int, float)) and _FIRST_TIME <= self.time < _LAST_TIME
+        if self.time is not None and not is_time:
             wrong.append("time")
         if wrong:
             values = ", ".join(f"{name} {vars(self)[name]!r:.50}" for name in wrong)
@@ -120,8 +110,8 @@ class GalleryStore:
         self.path = folder / DATABASE_FILE
         if model is None and not self.path.is_file():
             raise DataError(f"{folder} is not a gallery: it has no {DATABASE_FILE}.\n  fix: correct the path")
-        self._files: list[tuple[int, int] | None] = []  # set when they are open
-        self._steps = math.inf  # remaining instructions of a bounded read
+        self._paths = [f"{self.path}{suffix}" for suffix in ("", "-wal", "-shm")]
+        self._files: dict[str, os.stat_result] = {}  # set when they are open
         with self._errors():
             # Transactions are started explicitly; the lock of ``MutableGallery`` serializes the threads.
             self._connection = sqlite3.connect(
@@ -129,18 +119,19 @@ class GalleryStore:
             )
             if sys.version_info >= (3, 11):
                 self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
-            pragmas = "trusted_schema=OFF", "cell_size_check=ON", "journal_mode=WAL", "synchronous=FULL"
-            for pragma in (*pragmas, "foreign_keys=ON"):
+            for pragma in ("trusted_schema=OFF", "cell_size_check=ON", "journal_mode=WAL", "synchronous=FULL"):
                 self._connection.execute(f"PRAGMA {pragma}").fetchone()
         if model is not None:
             with self.transaction():
                 if not self._connection.execute("SELECT 1 FROM sqlite_master").fetchone():
                     for _, _, statement in _TABLES:
                         self._connection.execute(statement)
-                    row = (_FORMAT, model.width, model.metric, model.config_hash, model.checkpoint)
-                    self._connection.execute("INSERT INTO gallery VALUES (?, ?, ?, ?, ?, 0, hex(randomblob(8)))", row)
+                    self._connection.execute(
+                        "INSERT INTO gallery VALUES (?, ?, ?, ?, hex(randomblob(8)))", astuple(model)
+                    )
+                    self._connection.execute(f"PRAGMA user_version={_FORMAT}")
         self.model = self._read_model()
-        self._files = self._file_ids()
+        self._files = {path: os.stat(path) for path in self._paths if os.path.exists(path)}
 
     def _read_model(self) -> ModelId:
         """Check the tables and return the model.
@@ -148,24 +139,18 @@ class GalleryStore:
         Raises:
             DataError: if a table, view, trigger or index is not that of a gallery, or a value is invalid.
         """
+        with self._errors():
+            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+        check_format(version, _FORMAT, self.path, DataError)
         with self._bounded():
             query = "SELECT type, name, sql FROM sqlite_master WHERE sql NOT NULL"
-            others = set(self._connection.execute(query).fetchmany(9)) ^ set(_TABLES)
+            others = {*self._connection.execute(query).fetchmany(9)} ^ {*_TABLES, _NUMBERS}
             if others:
-                raise DataError(
-                    f"{self.path} is not a gallery of this version of fastamp: other definitions of "
-                    f"{', '.join(sorted({str(name)[:50] for _, name, _ in others}))}.\n"
-                    "  fix: use the version of fastamp that wrote it"
-                )
-            columns = "format, width, metric, config_hash, checkpoint, token"
-            rows = self._connection.execute(f"SELECT {_VALID_MODEL}, {columns} FROM gallery").fetchmany(2)
-        if len(rows) != 1 or rows[0][:2] != (1, _FORMAT):
-            raise DataError(
-                f"{self.path} has an unknown format: {rows[0][1:4] if rows else 'none'}.\n"
-                "  fix: use the version of fastamp that wrote it"
-            )
-        self.token = rows[0][6]
-        return ModelId(*rows[0][2:6])
+                raise ValueError(f"other definitions of {', '.join(sorted({str(name)[:50] for _, name, _ in others}))}")
+            ((*values, self.token),) = self._connection.execute("SELECT * FROM gallery").fetchmany(2)
+            if not isinstance(self.token, str):
+                raise ValueError(f"the token of the gallery is {self.token!r:.50}")
+            return ModelId(*values)
 
     def close(self) -> None:
         """Close the database."""
@@ -182,23 +167,17 @@ class GalleryStore:
         with self._errors():
             return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
 
-    def _file_ids(self) -> list[tuple[int, int] | None]:
-        """Return the identities of the database, its log and its shared memory; None for a file that cannot be found.
-
-        SQLite keeps these files while a connection in WAL mode is open: https://www.sqlite.org/walformat.html
-        """
-        ids: list[tuple[int, int] | None] = []
-        for suffix in ("", "-wal", "-shm"):
-            try:
-                status = os.stat(f"{self.path}{suffix}")
-                ids.append((status.st_dev, status.st_ino))
-            except OSError:
-                ids.append(None)
-        return ids
-
     def _check_files(self) -> None:
-        """Check that the open files are still those of the folder: SQLite would write to removed ones."""
-        if self._files and self._files != self._file_ids():
+        """Check that the open files are still those of the folder: SQLite would write to removed ones.
+
+        SQLite keeps its log and its shared memory while a connection in WAL mode is open:
+        https://www.sqlite.org/walformat.html
+        """
+        try:
+            are_same = all(os.path.samestat(os.stat(path), status) for path, status in self._files.items())
+        except OSError:
+            are_same = False
+        if not are_same:
             raise WriteError(
                 f"the gallery {self.path} was removed or replaced after it had been opened.\n"
                 "  fix: open it again, or restart the service"
@@ -212,55 +191,39 @@ class GalleryStore:
             WriteError: if the changes cannot be written, or the files were removed or replaced, which loses them.
         """
         self._check_files()
-        with self._errors():
+        with self._errors(), self._connection:
             self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._connection.execute("COMMIT")
-                self._check_files()
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
+            yield
+        self._check_files()
 
-    def write(self, items: Sequence[Item], features: np.ndarray) -> range:
-        """Insert items with features (N, D) float32, or replace those with the same ids; call it in a transaction.
+    def write(self, items: Sequence[Item], features: np.ndarray | None) -> list[int]:
+        """Insert items, or replace those with the same ids; call it in a transaction.
+
+        Args:
+            items: N items; one without a picture keeps the picture that is stored.
+            features: (N, D) float32. None: those that are stored are kept.
 
         Returns:
-            Their numbers, which no feature had before.
+            The numbers of their features; no other feature had the number of a new one.
         """
-        first = int(self._connection.execute("SELECT next_number FROM gallery").fetchone()[0])
-        numbers = range(first, first + len(items))
-        self._connection.execute("UPDATE gallery SET next_number = ?", (numbers.stop,))
-        rows = [
-            (item.id, number, item.name, item.identity, item.camera, item.time, *_encode(feature))
-            for item, number, feature in zip(items, numbers, features, strict=True)
-        ]
-        self._connection.executemany(_WRITE, rows)
-        self._write_pictures(items)
+        numbers = []
+        for row, item in enumerate(items):
+            data = None if features is None else features[row].astype("<f4").tobytes()
+            values = vars(item) | {"feature": data, "crc": None if data is None else zlib.crc32(data)}
+            numbers.append(int(self._connection.execute(_WRITE, values).lastrowid or 0))
         return numbers
-
-    def update(self, items: Sequence[Item]) -> None:
-        """Replace the values of items, except their features; call it in a transaction."""
-        values = [(item.name, item.identity, item.camera, item.time, item.id) for item in items]
-        self._connection.executemany("UPDATE items SET name=?, identity=?, camera=?, time=? WHERE id=?", values)
-        self._write_pictures(items)
 
     def delete(self, ids: Sequence[str]) -> None:
         """Delete items; call it in a transaction."""
         self._connection.executemany("DELETE FROM items WHERE id=?", [(item_id,) for item_id in ids])
 
-    def _write_pictures(self, items: Sequence[Item]) -> None:
-        rows = [(item.id, item.picture) for item in items if item.picture is not None]
-        self._connection.executemany("INSERT OR REPLACE INTO pictures VALUES (?, ?)", rows)
-
     def picture(self, item_id: str) -> bytes | None:
         """Return the picture of an item; None if it has none."""
         self._check_files()
         with self._errors():
-            row = self._connection.execute("SELECT picture FROM pictures WHERE id=?", (item_id,)).fetchone()
-        if row and not isinstance(row[0], bytes):
-            raise self._damaged(f"the picture of item {item_id!r} is not a file")
+            row = self._connection.execute("SELECT picture FROM items WHERE id=?", (item_id,)).fetchone()
+        if row and not isinstance(row[0], (bytes, type(None))):
+            raise self.damaged(f"the picture of item {item_id!r} is not a file")
         return row[0] if row else None
 
     def read(self) -> Iterator[tuple[list[Item], list[int], np.ndarray]]:
@@ -269,41 +232,39 @@ class GalleryStore:
         Raises:
             DataError: if a value is damaged, or a feature is not finite.
         """
-        columns = "id, name, identity, camera, time, number, feature, crc"
+        size = 4 * self.model.width
         with self._bounded():
-            query = f"SELECT quote(substr(id, 1, 50)) FROM items WHERE ({_VALID_ITEM}) IS NOT TRUE LIMIT 1"
-            if values := self._connection.execute(query).fetchone():
-                raise self._damaged(f"a value of item {values[0]} has a wrong type or size")
-            cursor = self._connection.execute(f"SELECT {columns} FROM items ORDER BY number")
+            query = "SELECT number, feature, crc, id, name, identity, camera, time FROM items ORDER BY number"
+            cursor = self._connection.execute(query)
             while rows := cursor.fetchmany(_READ_ROWS):
-                features = np.frombuffer(b"".join(row[6] for row in rows), "<f4").reshape(len(rows), -1)
-                finite = np.isfinite(features).all(1).tolist()
-                for row, is_finite in zip(rows, finite, strict=True):
-                    if not is_finite or zlib.crc32(row[6]) != row[7]:
-                        raise self._damaged(
-                            f"the feature of item {row[0]!r} is {'changed' if is_finite else 'not finite'}"
-                        )
-                yield [Item(*row[:5]) for row in rows], [row[5] for row in rows], features.astype(np.float32)
+                for number, data, crc, item_id, *_ in rows:
+                    is_feature = isinstance(data, bytes) and len(data) == size and zlib.crc32(data) == crc
+                    if number < 0 or not is_feature:
+                        raise ValueError(f"the feature of item {item_id!r:.50} is changed")
+                features = np.frombuffer(b"".join(row[1] for row in rows), "<f4").reshape(len(rows), -1)
+                if not np.isfinite(features).all():
+                    raise ValueError("a feature is not finite")
+                yield [Item(*row[3:]) for row in rows], [row[0] for row in rows], features.astype(np.float32)
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Convert errors as ``_errors``; repeating pages of a damaged file do not lead to an endless read."""
-        size = sum(os.stat(path).st_size for suffix in ("", "-wal") if os.path.exists(path := f"{self.path}{suffix}"))
-        self._steps = _STEPS + _STEPS_PER_BYTE * size
+        """Convert errors as ``_errors``, and those of invalid values; limit the steps of SQLite.
 
-        def has_ended() -> bool:
-            self._steps -= _STEPS_AT_ONCE
-            return self._steps < 0
-
-        self._connection.set_progress_handler(has_ended, _STEPS_AT_ONCE)
-        try:
-            with self._errors():
+        Repeating pages of a damaged file do not lead to an endless read.
+        """
+        size = sum(os.path.getsize(path) for path in self._paths if os.path.exists(path))
+        steps = itertools.repeat(0, (_STEPS + _STEPS_PER_BYTE * size) // _STEPS_AT_ONCE)
+        self._connection.set_progress_handler(lambda: next(steps, 1), _STEPS_AT_ONCE)
+        with self._errors():
+            try:
                 yield
-        finally:
-            self._connection.set_progress_handler(None, 0)
-            self._steps = math.inf
+            except (ValueError, DataError) as error:
+                raise self.damaged(str(error).partition("\n")[0]) from error
+            finally:
+                self._connection.set_progress_handler(None, 0)
 
-    def _damaged(self, cause: object) -> DataError:
+    def damaged(self, cause: object) -> DataError:
+        """Return the error of a damaged file."""
         return DataError(
             f"{self.path} is damaged: {cause}.\n"
             "  fix: restore the gallery from a backup, or add its images to a new one"
@@ -314,21 +275,15 @@ class GalleryStore:
         """Convert errors of SQLite to a WriteError, or a DataError if the file is damaged."""
         try:
             yield
-        except sqlite3.OperationalError as error:
-            if self._steps < 0 or "decode" in str(error):
-                raise self._damaged(error) from error
+        except sqlite3.DatabaseError as error:
+            is_damaged = not isinstance(error, sqlite3.OperationalError)
+            if is_damaged or "interrupted" in str(error) or "decode" in str(error):
+                raise self.damaged(error) from error
             raise WriteError(
                 f"cannot use the gallery {self.path}: {error}.\n"
                 "  fix: check that the folder exists and is writable, the disk has space, and no other process has "
                 f"been writing for {_BUSY_SECONDS} seconds"
             ) from error
-        except sqlite3.DatabaseError as error:
-            raise self._damaged(error) from error
-
-
-def _encode(feature: np.ndarray) -> tuple[bytes, int]:
-    data = np.asarray(feature, dtype="<f4").tobytes()
-    return data, zlib.crc32(data)
 
 
 def parse_time(text: str) -> float:

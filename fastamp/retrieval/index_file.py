@@ -78,12 +78,12 @@ def read_index(path: Path, gallery: Gallery, *, mapped: bool = True) -> Index:
     if header["fingerprint"] != gallery.fingerprint:
         raise DataError(f"{path} is the index of another gallery.\n  fix: {_FIX}")
     with open_arrays(path, "index", fix=_FIX):
-        if zlib.crc32(np.memmap(path, np.uint8, "r", shape=header["size"])) != header["crc"]:
+        if zlib.crc32(np.memmap(path, np.uint8, "r", shape=header["size"]).data) != header["crc"]:
             raise ValueError("checksum mismatch in the faiss index")
         # Older versions of faiss map only the lists of an IVF index, and read other kinds into memory.
         flags = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP) if mapped else 0
         index = faiss.read_index(os.fspath(path), flags)
-    kind = INDEX_REGISTRY.get(header["kind"]) if header["kind"] in INDEX_REGISTRY else None
+    kind: type[Index] | None = INDEX_REGISTRY.get(header["kind"]) if header["kind"] in INDEX_REGISTRY else None
     if kind is None or type(index).__name__ != kind.faiss_class or index.d != gallery.model.width:
         raise DataError(
             f"{path} does not match its features: expected kind {header['kind']!r} and dimension "

@@ -2,8 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from torch import Tensor
 from fastamp.retrieval.candidates import Candidates
 from fastamp.retrieval.columns import ImageColumns
 from fastamp.retrieval.gallery import Conditions, Gallery
-from fastamp.retrieval.gallery_store import DATABASE_FILE, GalleryStore, Item, format_time
+from fastamp.retrieval.gallery_store import DATABASE_FILE, GalleryStore, Item
 from fastamp.retrieval.index_file import write_index
 from fastamp.retrieval.indices import FLAT_UP_TO, WANTED_RECALL, sample_rows
-from fastamp.retrieval.model_id import ModelId, check_same_model
+from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.vectors import Vectors, as_features, normalized
 from fastamp.utils.errors import ConfigError, DataError, writing
 
@@ -29,7 +30,7 @@ _BLOCK = 8192
 _GROWTH = 2
 
 
-class MutableGallery(Gallery):
+class MutableGallery(Gallery, AbstractContextManager["MutableGallery"]):
     """Gallery in a folder, whose items can be added, updated and removed by id; see ``Gallery`` for its search.
 
     A method that changes the gallery returns after the change is on the disk, see ``GalleryStore``: if the process is
@@ -42,24 +43,30 @@ class MutableGallery(Gallery):
 
     Args:
         path: folder of the gallery.
-        model: model of a new gallery, whose folder is created. Default: None, the gallery exists.
+        model: model of the gallery, which is created if it does not exist. Default: None, the gallery exists, and may
+            have any model.
 
     Attributes:
         model: model of the features.
         items: items by row, without pictures.
 
     Raises:
-        DataError: if there is no gallery, it is damaged, or a feature in it is not finite.
+        DataError: if there is no gallery, it has another model, it is damaged, or a feature in it is not finite.
+        ConfigError: if the gallery would be created, but the path exists.
         WriteError: if it cannot be written.
     """
 
     def __init__(self, path: str | PathLike[str], model: ModelId | None = None) -> None:
         self.path = Path(path).expanduser()
-        if model is not None:
+        if model is not None and not (self.path / DATABASE_FILE).exists():
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                raise ConfigError(f"{self.path} exists and is not a gallery.\n  fix: choose another folder")
             with writing(self.path):
                 self.path.mkdir(exist_ok=True)
         self._store = GalleryStore(self.path, model)
         self.model, self.fingerprint = self._store.model, self._store.token
+        if model is not None:
+            self.check_model(model)
         self._lock, self._readers = threading.RLock(), 0
         self._tried = 0  # number of items when no candidate index had a sufficient recall
         self._row_of_number: dict[int, int] = {}
@@ -70,9 +77,6 @@ class MutableGallery(Gallery):
 
     def __len__(self) -> int:
         return len(self.items)
-
-    def __enter__(self) -> "MutableGallery":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -116,7 +120,8 @@ class MutableGallery(Gallery):
         """
         values = as_features(features, self.model.width, len(items))
         with self._lock:
-            with self._transaction():
+            with self._store.transaction():
+                self.refresh()
                 self._check_unique([item.id for item in items])
                 new = [row for row, item in enumerate(items) if item.id not in self]
                 if len(new) < len(items) and not skip_existing:
@@ -143,17 +148,11 @@ class MutableGallery(Gallery):
         """
         values = None if features is None else as_features(features, self.model.width, len(items))
         with self._lock:
-            with self._transaction():
+            with self._store.transaction():
+                self.refresh()
                 self._check_present([item.id for item in items])
-                if values is None:
-                    self._store.update(items)
-                else:
-                    numbers = self._store.write(items, values)
-            if values is None:
-                for item in items:
-                    self.items[self._row_of_id[item.id]] = _without_picture(item)
-            else:
-                self._put(items, numbers, values)
+                numbers = self._store.write(items, values)
+            self._put(items, numbers, values)
 
     def remove(self, ids: Sequence[str]) -> None:
         """Remove items.
@@ -163,7 +162,8 @@ class MutableGallery(Gallery):
             WriteError: if the change cannot be written.
         """
         with self._lock:
-            with self._transaction():
+            with self._store.transaction():
+                self.refresh()
                 self._check_present(ids)
                 self._store.delete(ids)
             self._delete([self._row_of_id[item_id] for item_id in ids])
@@ -185,28 +185,19 @@ class MutableGallery(Gallery):
         """Features of all items."""
         return Vectors(self._matrix, self.model.metric, self.path, is_normalized=True)
 
-    def columns_of(self, rows: np.ndarray) -> ImageColumns:
+    def columns_of(self, rows: np.ndarray | slice) -> ImageColumns:
         """Return the columns of items; see ``Gallery``."""
-        items = [self.items[row] for row in rows.reshape(-1).tolist()]
-
-        def column(values: Iterable[str]) -> np.ndarray:
-            return np.array([*values], dtype=str).reshape(rows.shape)
-
+        rows = np.arange(len(self))[rows]
+        values = [self.items[row].texts() for row in rows.reshape(-1).tolist()]
+        names = "id", "name", "identity", "camera", "time"
+        texts = {name: np.array([row[name] for row in values], dtype=str).reshape(rows.shape) for name in names}
         return ImageColumns(
-            paths=column(item.name or item.id for item in items),
-            pids=column(item.identity or "-1" for item in items),
+            paths=np.where(texts["name"] == "", texts["id"], texts["name"]),
+            pids=np.where(texts["identity"] == "", "-1", texts["identity"]),
             camids=np.full(rows.shape, -1),
-            cameras=column(item.camera for item in items),
-            further={
-                "id": column(item.id for item in items),
-                "time": column(format_time(item.time) for item in items),
-            },
+            cameras=texts["camera"],
+            further={"id": texts["id"], "time": texts["time"]},
         )
-
-    @property
-    def columns(self) -> dict[str, np.ndarray]:
-        """Columns ``id`` and ``time`` (ISO 8601 text, "" if unknown) of all items, (N,) str."""
-        return dict(self.columns_of(np.arange(len(self))).further)
 
     def rows_where(self, conditions: Conditions) -> np.ndarray:
         """Return the rows of the items that meet all conditions; see ``Gallery``."""
@@ -218,7 +209,7 @@ class MutableGallery(Gallery):
         """True if the gallery is so large that ``build_candidates`` is useful, or has changed much since then."""
         if len(self) <= FLAT_UP_TO or self.index is None:
             return len(self) > max(FLAT_UP_TO, _GROWTH * self._tried)
-        return len(self.index.numbers) > _GROWTH * min(len(self), self.index.faiss.nlist**2)
+        return len(self.index.numbers) > _GROWTH * min(len(self), int(self.index.faiss.nlist) ** 2)
 
     def build_candidates(self) -> float | None:
         """Build the approximate index of a large gallery (IVF-PQ), measure its recall, and store it.
@@ -276,43 +267,30 @@ class MutableGallery(Gallery):
             self._put(items, numbers, features)
             count += len(items)
         if not count == len(self._row_of_id) == len(self._row_of_number):
-            raise DataError(
-                f"{self.path} is damaged: ids or numbers of items repeat.\n"
-                "  fix: restore the gallery from a backup, or add its images to a new one"
-            )
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Start a transaction, with the changes of other processes in memory."""
-        with self._store.transaction():
-            self.refresh()
-            yield
+            raise self._store.damaged("ids or numbers of items repeat")
 
     @property
     def _matrix(self) -> np.ndarray:
         """Features (N, D) of all items, see ``normalized``: the first rows of the buffer."""
         return self._buffer[: len(self)]
 
-    def _put(self, items: Sequence[Item], numbers: Sequence[int], features: np.ndarray) -> None:
-        """Append items with features (N, D), or replace those with the same ids."""
-        unit = normalized(features, self.model.metric)
+    def _put(self, items: Sequence[Item], numbers: Sequence[int], features: np.ndarray | None) -> None:
+        """Append items with features (N, D), or replace those with the same ids; None keeps their features."""
+        unit = None if features is None else normalized(features, self.model.metric)
         count = len(self) + sum(item.id not in self._row_of_id for item in items)
         if count > len(self._buffer):  # first, because there may be too little memory
-            grown = np.empty((max(count, 2 * len(self)), self.model.width), np.float32)
-            grown[: len(self)] = self._matrix
-            self._buffer = grown
+            self._buffer = np.resize(self._buffer, (max(count, 2 * len(self)), self.model.width))
         rows = [self._row_of_id.setdefault(item.id, len(self._row_of_id)) for item in items]
-        self._buffer[rows] = unit
         for row, item, number in zip(rows, items, numbers, strict=True):
-            if row < len(self.items):
-                self._row_of_number.pop(self._numbers[row], None)  # repeats in a damaged gallery
-                self.items[row], self._numbers[row] = _without_picture(item), number
-            else:
-                self.items.append(_without_picture(item))
-                self._numbers.append(number)
-            self._row_of_number[number] = row
-        if self.index is not None:
-            self.index.add(numbers, unit)
+            at = slice(row, row + 1)  # beyond the last row, a slice appends
+            for old in self._numbers[at]:
+                self._row_of_number.pop(old, None)  # repeats in a damaged gallery
+            self.items[at] = [item if item.picture is None else replace(item, picture=None)]
+            self._numbers[at], self._row_of_number[number] = [number], row
+        if unit is not None:
+            self._buffer[rows] = unit
+            if self.index is not None:
+                self.index.add(numbers, unit)
 
     def _delete(self, rows: Sequence[int]) -> None:
         """Delete rows: the last rows move to their places."""
@@ -342,22 +320,3 @@ class MutableGallery(Gallery):
 
 class MissingItemError(DataError):
     """An item is not in the gallery."""
-
-
-def create_or_open(path: str | PathLike[str], model: ModelId) -> MutableGallery:
-    """Open a gallery, which is created if it does not exist, and check its model.
-
-    Raises:
-        ConfigError: if the path exists and is not a gallery.
-        DataError: if the gallery has another model.
-    """
-    folder = Path(path).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / DATABASE_FILE).exists():
-        raise ConfigError(f"{folder} exists and is not a gallery.\n  fix: choose another folder")
-    gallery = MutableGallery(folder, model)
-    check_same_model(gallery.path, gallery.model, model.config_hash, model.checkpoint)
-    return gallery
-
-
-def _without_picture(item: Item) -> Item:
-    return item if item.picture is None else Item(item.id, item.name, item.identity, item.camera, item.time)

@@ -16,7 +16,6 @@ from fastamp.retrieval.gallery import Gallery
 from fastamp.retrieval.gallery_store import DATABASE_FILE
 from fastamp.retrieval.index_file import read_header, read_index, write_index
 from fastamp.retrieval.indices import INDEX_REGISTRY, Index, choose_kind, sample_rows
-from fastamp.retrieval.model_id import check_same_model
 from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 from fastamp.utils.plural import plural
@@ -84,21 +83,21 @@ def open_gallery(
                 f"{path} is a mutable gallery, which has its own index: --index and --kind do not apply.\n"
                 "  fix: remove --index and --kind"
             )
-        mutable = MutableGallery(path)
-        if of is not None:
-            check_same_model(mutable.path, mutable.model, of.config_hash, of.checkpoint)
-        return mutable
-    if path.is_dir():
+        opened: MutableGallery | Features = MutableGallery(path)
+    elif path.is_dir():
         raise DataError(
             f"{path} is a folder; expected an index file or a file with extracted features.\n"
             f"  fix: fastamp extract CHECKPOINT {path} -o gallery.npz"
         )
-    if path.suffix != ".npz":
-        index, path = path, _features_of(path)
-    features = read_features(path)
+    else:
+        if path.suffix != ".npz":
+            index, path = path, _features_of(path)
+        opened = read_features(path)
     if of is not None:
-        check_same_model(features.path, features.model, of.config_hash, of.checkpoint)
-    return with_index(features, path.with_suffix(".index") if index is None else Path(index).expanduser(), kind)
+        opened.check_model(of)
+    if isinstance(opened, Features):
+        opened = with_index(opened, Path(index or path.with_suffix(".index")).expanduser(), kind)
+    return opened
 
 
 def _features_of(index: Path) -> Path:

@@ -22,7 +22,7 @@ from fastamp.inference.runtime import ExportedModel
 from fastamp.inference.sessions import open_tflite
 from fastamp.integrations import BoxmotReID, UltralyticsReID
 from fastamp.retrieval.gallery_store import Item
-from fastamp.retrieval.mutable_gallery import create_or_open
+from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.utils.errors import ConfigError, DataError
 
 
@@ -163,7 +163,7 @@ def test_preprocess_equals_that_of_the_predictor(exported, predictor):
 def test_comparison_and_search_equal_those_of_the_checkpoint(exported, predictor, tmp_path):
     queries = images()
     assert exported.compare(*queries[:2]).score == pytest.approx(predictor.compare(*queries[:2]).score, abs=1e-4)
-    with create_or_open(tmp_path / "a.gallery", predictor.model_id) as gallery:
+    with MutableGallery(tmp_path / "a.gallery", predictor.model_id) as gallery:
         gallery.add([Item(str(number)) for number in range(4)], predictor.features(queries))
         found, expected = (model.search(queries, gallery, 3) for model in (exported, predictor))
     np.testing.assert_array_equal(found.rows, expected.rows)
@@ -206,7 +206,7 @@ def test_calibration_and_hash_in_the_file(predictor, tmp_path, monkeypatch, metr
     expected, compared = found.compare(*images()[:2]), model.compare(*images()[:2])
     assert compared.decision == expected.decision
     assert compared.probability == pytest.approx(expected.probability, abs=0.01)
-    with create_or_open(tmp_path / "a.gallery", model.model_id) as gallery:
+    with MutableGallery(tmp_path / "a.gallery", model.model_id) as gallery:
         gallery.add([Item(str(number)) for number in range(4)], model.features(images()))
         result = model.search(images()[0], gallery, 2)
     assert result.decision.known.tolist() == [True] and result.searched == 4

@@ -32,7 +32,7 @@ from fastamp.retrieval.candidates import Candidates
 from fastamp.retrieval.gallery import Conditions
 from fastamp.retrieval.gallery_store import Item, format_time, parse_time
 from fastamp.retrieval.model_id import ModelId
-from fastamp.retrieval.mutable_gallery import MissingItemError, MutableGallery, create_or_open
+from fastamp.retrieval.mutable_gallery import MissingItemError, MutableGallery
 from fastamp.retrieval.open_gallery import open_gallery
 from fastamp.retrieval.search import search
 from fastamp.utils.errors import ConfigError, DataError, WeightsError, WriteError
@@ -206,7 +206,7 @@ def test_gallery_is_unchanged_in_memory_if_there_is_none_for_new_items(tmp_path,
     features = np.eye(4, WIDTH, dtype=np.float32)
     gallery.add([Item("a")], features[:1])
     with monkeypatch.context() as patch:
-        patch.setattr(module.np, "empty", raise_memory_error)
+        patch.setattr(module.np, "resize", raise_memory_error)
         with pytest.raises(MemoryError):
             gallery.add([Item("b"), Item("c")], features[1:3])
     gallery.add([Item("d")], features[3:])
@@ -343,8 +343,8 @@ def test_damaged_galleries_and_other_models_are_errors(tmp_path):
     with MutableGallery(folder, model()) as gallery:
         gallery.add([Item("a")], np.ones((1, WIDTH)))
     with pytest.raises(DataError, match="model.pth(.|\n)*other.pth"):
-        create_or_open(folder, ModelId(WIDTH, "cosine", "other", "other.pth"))
-    assert len(create_or_open(folder, model())) == 1
+        MutableGallery(folder, ModelId(WIDTH, "cosine", "other", "other.pth"))
+    assert len(MutableGallery(folder, model())) == 1
     with sqlite3.connect(folder / "items.db") as connection:
         connection.execute("UPDATE items SET feature = zeroblob(64)")
     connection.close()
@@ -356,9 +356,9 @@ def test_damaged_galleries_and_other_models_are_errors(tmp_path):
     with pytest.raises(DataError, match="items.db"):
         MutableGallery(tmp_path)
     with pytest.raises(ConfigError, match=str(tmp_path)):
-        create_or_open(tmp_path, model())
+        MutableGallery(tmp_path, model())
     with pytest.raises(WriteError):
-        create_or_open(tmp_path / "missing" / "a.gallery", model())
+        MutableGallery(tmp_path / "missing" / "a.gallery", model())
 
 
 @pytest.mark.parametrize("replaced", [False, True])

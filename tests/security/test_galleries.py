@@ -18,11 +18,11 @@ from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.retrieval.npz import read_array, write_arrays
 from fastamp.retrieval.open_gallery import open_gallery
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, WriteError
 
 WIDTH = 4
 RECURSION = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT"
-MODEL = "1 AS format, 4 AS width, 'cosine' AS metric, '' AS config_hash, '' AS checkpoint, 0 AS next_number"
+MODEL = "4 AS width, 'cosine' AS metric, '' AS config_hash, '' AS checkpoint"
 HOSTILE = {
     "endless view": f"DROP TABLE items; CREATE VIEW items AS {RECURSION} i AS id, i AS number, '' AS name, "
     "'' AS identity, '' AS camera, NULL AS time, zeroblob(16) AS feature, 0 AS crc FROM n",
@@ -30,7 +30,8 @@ HOSTILE = {
     "trigger": "CREATE TRIGGER t AFTER DELETE ON items BEGIN DELETE FROM items; END",
     "index": "CREATE INDEX other ON items (abs(number))",
     "another table": "CREATE TABLE other (a)",
-    "no table": "DROP TABLE pictures",
+    "no table": "DROP TABLE items",
+    "another format": "PRAGMA user_version = 2",
     "no model": "DELETE FROM gallery",
     "two models": "INSERT INTO gallery SELECT * FROM gallery",
     "large feature": "UPDATE items SET feature = zeroblob(30000000)",
@@ -48,13 +49,11 @@ HOSTILE = {
     "no id": "UPDATE items SET id = NULL",
     "bytes as id": "UPDATE items SET id = x'6100' WHERE id = 'a'",
     "zero in id": "UPDATE items SET id = CAST(x'6100' AS TEXT) WHERE id = 'a'",
-    "text as number": "UPDATE items SET number = 'abc' WHERE id = 'a'",
-    "number beyond the next": "UPDATE items SET number = 9223372036854775807 WHERE id = 'a'",
+    "negative number": "UPDATE items SET number = -1 WHERE id = 'a'",
     "text as checksum": "UPDATE items SET crc = 'abc'",
     "no width": "UPDATE gallery SET width = NULL",
     "text as width": "UPDATE gallery SET width = 'abc'",
     "large width": "DELETE FROM items; UPDATE gallery SET width = 9223372036854775807",
-    "last number": "UPDATE gallery SET next_number = 9223372036854775807",
     "number as hash": "UPDATE gallery SET config_hash = x'ff'",
     "no token": "UPDATE gallery SET token = NULL",
 }
@@ -93,9 +92,9 @@ def test_values_that_could_not_be_read_again_are_an_error(values):
         Item("a", **values)
 
 
-@pytest.mark.parametrize("value", ["'text'", "NULL", "5", "zeroblob(30000000)"])
+@pytest.mark.parametrize("value", ["'text'", "5", "zeroblob(30000000)"])
 def test_hostile_picture_is_an_error(gallery, value):
-    change(gallery, f"UPDATE pictures SET picture = {value}")
+    change(gallery, f"UPDATE items SET picture = {value}")
     with bounded(60, 2**30), open_gallery(gallery) as opened, pytest.raises(DataError, match="fix:"):
         opened.picture("b")
 
@@ -130,6 +129,12 @@ def test_pages_that_are_linked_in_a_circle_are_an_error(gallery):
     file.write_bytes(content)
     with bounded(60, 2**30), pytest.raises(DataError, match="fix:"):
         open_gallery(gallery)
+
+
+def test_numbers_that_are_used_up_are_an_error(gallery):
+    change(gallery, "UPDATE sqlite_sequence SET seq = 9223372036854775807")
+    with MutableGallery(gallery) as opened, pytest.raises(WriteError, match="fix:"):
+        opened.add([Item("c")], np.ones((1, WIDTH), np.float32))
 
 
 def test_hostile_candidates_are_not_used(tmp_path, subtests):

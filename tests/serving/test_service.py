@@ -20,7 +20,7 @@ from fastamp.cli import command_parser
 from fastamp.data.build import build_dataset
 from fastamp.inference.export import export
 from fastamp.inference.runtime import ExportedModel
-from fastamp.retrieval.mutable_gallery import MutableGallery, create_or_open
+from fastamp.retrieval.mutable_gallery import MutableGallery
 from fastamp.utils.errors import ConfigError, DataError
 
 pytest.importorskip("fastapi")
@@ -53,7 +53,7 @@ def start(predictor, tmp_path):
     clients = []
 
     def start_service(*, model=predictor, gallery=True, api_key="", local=False, **limits):
-        opened = create_or_open(tmp_path / "a.gallery", model.model_id) if gallery else None
+        opened = MutableGallery(tmp_path / "a.gallery", model.model_id) if gallery else None
         service = Service(model, opened, Limits(**limits))
         client = TestClient(create_app(service, api_key=api_key, local=local), raise_server_exceptions=False)
         client.service = service
@@ -117,7 +117,7 @@ def test_added_images_are_found_updated_and_removed(start, predictor, images, tm
     assert client.delete(f"/v1/gallery/items/{ids[2]}").status_code == 204
     assert client.get("/v1/gallery/items?limit=5").json()["total"] == 2
     assert client.get(f"/v1/gallery/items/{ids[1]}").json()["camera"] == "c"
-    with create_or_open(tmp_path / "a.gallery", predictor.model_id) as other:  # what is on the disk
+    with MutableGallery(tmp_path / "a.gallery", predictor.model_id) as other:  # what is on the disk
         assert [item.id for item in other.items] == ids[:2]
         other.remove([ids[0]])
     assert client.get("/v1/gallery").json()["items"] == 1
