@@ -63,22 +63,18 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
             yield archive
     except (UserError, AssertionError, AttributeError, ImportError, NameError):  # all except UserError are bugs
         raise
-    except OSError as error:
-        if error.strerror is None:  # not from the system but from decompression, e.g. bz2
-            raise _damaged_error(path, expected, error, fix) from error
-        raise DataError(f"cannot read {path}: {error.strerror}.\n  fix: check the path and its permissions") from error
     except Exception as error:  # zipfile and NumPy raise many exception types for damaged files
-        raise _damaged_error(path, expected, error, fix) from error
-
-
-def _damaged_error(path: str | PathLike[str], expected: str, error: Exception, fix: str) -> DataError:
-    cause = str(error).partition("\n")[0][:200]
-    if not cause or isinstance(error, KeyError):
-        cause = f"{type(error).__name__} {cause}"
-    fault = f"{path} is damaged or is not an {expected} ({cause})"
-    if not Path(path).stat().st_size:
-        fault = f"{path}: the file is empty"
-    return DataError(f"{fault}.\n  fix: {fix}")
+        if isinstance(error, OSError) and error.strerror:  # of the system; decompression, e.g. bz2, states no reason
+            raise DataError(
+                f"cannot read {path}: {error.strerror}.\n  fix: check the path and its permissions"
+            ) from error
+        cause = str(error).partition("\n")[0][:200]
+        if not cause or isinstance(error, KeyError):
+            cause = f"{type(error).__name__} {cause}"
+        fault = f"{path} is damaged or is not an {expected} ({cause})"
+        if not Path(path).stat().st_size:
+            fault = f"{path}: the file is empty"
+        raise DataError(f"{fault}.\n  fix: {fix}") from error
 
 
 def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:

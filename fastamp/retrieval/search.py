@@ -95,11 +95,10 @@ def search(
         queries = normalized(as_features(features, gallery.model.width), gallery.model.metric)
         if isinstance(where, Conditions):
             where = gallery.rows_where(where) if where else None
-        rows = where
-        searched = len(gallery) if rows is None else len(rows)
+        searched = len(gallery) if where is None else len(where)
         k = min(k, searched)
-        if exact or rows is not None or gallery.index is None:
-            scores, found = gallery.vectors.nearest(queries, k, rows)
+        if exact or where is not None or gallery.index is None:
+            scores, found = gallery.vectors.nearest(queries, k, where)
         else:
             proposed = gallery.index.propose(queries, k, effort or gallery.index.effort)
             scores, found = gallery.vectors.nearest_of(queries, k, proposed)
