@@ -142,6 +142,18 @@ def test_metrics_of_other_weights_are_not_in_the_card(run_folder, tmp_path, capl
     assert "model-index" not in read_card(tmp_path / "model")[0]
 
 
+def test_damaged_metrics_and_evaluations_are_input_errors(run_folder, tmp_path):
+    metrics = tmp_path / "metrics.json"
+    metrics.write_text("[]")
+    with pytest.raises(ConfigError, match=r"metrics\.json"):
+        package(run_folder, tmp_path / "model", license=MIT, metrics=metrics)
+    content = torch.load(run_folder / "model_best.pth", weights_only=True)
+    for evaluation in ([1], {"weights": "model"}, content["evaluation"] | {"metrics": 3}):
+        torch.save(content | {"evaluation": evaluation}, tmp_path / "model.pth")
+        with pytest.raises(WeightsError, match="evaluation"):
+            package(tmp_path / "model.pth", tmp_path / "model", license=MIT)
+
+
 @pytest.mark.integration
 def test_checkpoint_after_further_training_has_no_metrics(demo, tmp_path):
     tiny.train(tmp_path, "SOLVER.MAX_EPOCH", "3", "TEST.EVAL_PERIOD", "2")
