@@ -136,8 +136,8 @@ def _pop(stack: list[_Object | None], opcode: pickletools.OpcodeInfo) -> list[_O
     items: list[_Object] = []
     for kind in reversed(opcode.stack_before):
         if kind is pickletools.stackslice:
-            while stack[-1] is not _MARK:
-                items.append(_top(stack))
+            while (top := stack[-1]) is not None:
+                items.append(top)
                 stack.pop()
         elif kind is pickletools.markobject:
             stack.pop()

@@ -213,12 +213,6 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
                 f"overrides: expected a list [KEY, VALUE, ...], got {brief(cfg_list)} ({type(cfg_list).__name__}).\n"
                 '  fix: pass a list such as ["SOLVER.BASE_LR", 1e-3]; for a dict, call cfg.merge_from_other_cfg(dict)'
             )
-        flag = next((word for word in cfg_list[::2] if str(word).startswith("--")), None)
-        if flag is not None:
-            raise ConfigError(
-                f"{COMMAND_LINE}: expected a config key, got the option {flag}.\n"
-                "  fix: write options before the KEY VALUE pairs"
-            )
         if fix := fix_of_pairs(cfg_list):
             raise ConfigError(f"{COMMAND_LINE}: expected KEY VALUE pairs, got {brief(cfg_list)}.\n  fix: {fix}")
         # Of equal keys, the last one is effective.

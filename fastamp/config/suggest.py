@@ -63,7 +63,10 @@ def fix_of_pairs(words: Sequence[Any]) -> str:
     if isinstance(words, str):
         return 'pass a list of keys and values, e.g. ["SOLVER.BASE_LR", 1e-3]'
     texts = [word if isinstance(word, str) else "" for word in words]
+    option = next((text for text in texts[::2] if text.startswith("--")), "")
     key = next((text for text in texts[::2] if " " in text or "=" in text), "")
+    if option:
+        return f"write {option} before the KEY VALUE pairs"
     if any(text.startswith("=") for text in texts):
         return 'remove the spaces around "=": KEY=VALUE'
     if any(text.count("[") > text.count("]") and "]" in "".join(texts[at + 1 :]) for at, text in enumerate(texts)):

@@ -127,8 +127,7 @@ def _with_options(cfg: CfgNode, device: str | None, opts: Sequence[str]) -> CfgN
     """Copy a config, set the device and the KEY VALUE pairs in the copy, and freeze the copy."""
     cfg = cfg.clone()
     cfg.defrost()
-    cfg.merge_from_list(["MODEL.DEVICE", device] if device else [])
-    cfg.merge_from_list(opts)
+    cfg.merge_from_list([*(["MODEL.DEVICE", device] if device else []), *opts])
     cfg.freeze()
     return cfg
 

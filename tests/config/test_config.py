@@ -337,6 +337,7 @@ def test_words_that_are_not_pairs_of_key_and_value_raise_with_a_fix(cfg, subtest
         (["SEED=1", "LOG_PERIOD=2"], "SEED 1"),
         (["SEED 1"], "SEED 1"),
         (["SEED", "=", "1"], "KEY=VALUE"),
+        (["SEED", "1", "--resume", "True"], "write --resume"),
         (["SEED", "=1"], "KEY=VALUE"),
         (["SEED", "1", "INPUT.SIZE_TRAIN", "[64,", "32]"], "quote"),
         (["SEED", "1", "MODEL.PIXEL_MEAN", "[1,", "2,", "3]"], "quote"),
