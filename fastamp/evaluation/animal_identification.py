@@ -15,6 +15,7 @@ from fastamp.evaluation.rank import MISS, RankingResult
 from fastamp.evaluation.ranking_rule import Ranker, RankingRule
 from fastamp.utils.errors import DataError
 
+# Columns of ``RankingResult.extra``.
 _PID, _PREDICTED, _SIMILARITY, _OTHER, _KNOWN, _VALIDATION = range(6)
 
 
@@ -52,16 +53,14 @@ class AnimalRanker(Ranker):
         ap, inp, first_match = super().rank(start, distances)
         pids = self.matches.query_pids[start : start + len(distances)]
         validation = self.validation[start : start + len(distances)]
-        extra = np.empty((len(distances), self.num_extra))
         searched = distances.nan_to_num(nan=torch.inf)
         same = torch.from_numpy(pids[:, None] == self.matches.gallery_pids).to(distances.device)
         nearest, other = searched.amin(1), searched.masked_fill(same, torch.inf).amin(1)
         # Of equally near images, the first in the gallery, as in the ranking.
         first = (searched == nearest[:, None]).to(torch.uint8).argmax(1)
-        extra[:, _PID], extra[:, _PREDICTED] = pids, self.matches.gallery_pids[first.cpu().numpy()]
-        extra[:, _SIMILARITY] = self.offset - nearest.double().cpu().numpy()
-        extra[:, _OTHER] = self.offset - other.double().cpu().numpy()
-        extra[:, _KNOWN], extra[:, _VALIDATION] = first_match[:, 0] >= 0, validation
+        predicted, known = self.matches.gallery_pids[first.cpu().numpy()], first_match[:, 0] >= 0
+        similarities = (self.offset - side.double().cpu().numpy() for side in (nearest, other))
+        extra = np.stack((pids, predicted, *similarities, known, validation), axis=1)
         if self.missing_is_wrong:
             first_match[first_match < 0] = MISS
         ap[validation], inp[validation], first_match[validation] = 0, 0, -1
@@ -77,23 +76,17 @@ def choose_threshold(ranking: RankingResult) -> float:
         The middle of the range of the best thresholds, which lie between two of the similarities.
 
     Raises:
-        DataError: if there are no validation queries, or none of them is known.
+        DataError: if no validation query is known.
     """
     rows = _extra(ranking)
     rows = rows[rows[:, _VALIDATION] > 0]
-    if not len(rows):
-        raise DataError(
-            "the threshold for new animals cannot be chosen: the test set has no validation queries, whose value in "
-            "the column of TEST.ANIMALS.VALIDATION is 1.\n"
-            "  fix: hold out identities with fastamp split --validation, or set TEST.ANIMALS.THRESHOLD"
-        )
     similarities, others, pids = rows[:, _SIMILARITY], rows[:, _OTHER], rows[:, _PID].astype(np.int64)
     right, known = rows[:, _PID] == rows[:, _PREDICTED], rows[:, _KNOWN] > 0
     if not known.any():
         raise DataError(
-            f"the threshold for new animals cannot be chosen: none of the {len(known)} validation queries has an image "
-            "of its identity in the gallery.\n"
-            "  fix: add validation images to the gallery (fastamp split --validation), or set TEST.ANIMALS.THRESHOLD"
+            f"the threshold for new animals cannot be chosen: none of the {len(known)} validation queries, whose value "
+            "in the column of TEST.ANIMALS.VALIDATION is 1, has an image of its identity in the gallery.\n"
+            "  fix: hold out identities with fastamp split --validation, or set TEST.ANIMALS.THRESHOLD"
         )
     accepted = similarities[known & right]
     accepted_weights = (_class_weights(pids[known]))[right[known]]

@@ -72,18 +72,12 @@ def _connected(distances: "csr_matrix") -> "csr_matrix":
 
     Explicit zeros become the smallest positive number: sparse graph algorithms regard a zero as no edge.
     """
-    from scipy.sparse import coo_matrix
+    from scipy.sparse import csr_matrix
     from scipy.sparse.csgraph import connected_components
 
-    graph = distances.tocoo()
-    components = connected_components(distances, directed=False)[1]
-    first = np.unique(components, return_index=True)[1]
-    rows, columns = np.full(len(first) - 1, first[0]), first[1:]
-    values = np.maximum(graph.data, np.finfo(np.float32).tiny)
-    return coo_matrix(
-        (
-            np.concatenate((values, np.ones(2 * len(rows), dtype=values.dtype))),
-            (np.concatenate((graph.row, rows, columns)), np.concatenate((graph.col, columns, rows))),
-        ),
-        shape=distances.shape,
-    ).tocsr()
+    first = np.unique(connected_components(distances, directed=False)[1], return_index=True)[1]
+    rows, ones = np.full(len(first) - 1, first[0]), np.ones(len(first) - 1, dtype=distances.dtype)
+    edges = csr_matrix((ones, (rows, first[1:])), shape=distances.shape)
+    graph = distances.copy()
+    graph.data = np.maximum(graph.data, np.finfo(np.float32).tiny)
+    return graph + edges + edges.T

@@ -139,10 +139,9 @@ class GalleryGroups:
 
     def find(self, pids: np.ndarray) -> np.ndarray:
         """Return the indices in ``self.pids`` of B identities, (B,) int64; -1 for identities not in the gallery."""
-        if not len(self.pids):  # an empty gallery
-            return np.full(len(pids), -1)
-        positions = np.searchsorted(self.pids, pids).clip(max=len(self.pids) - 1)
-        return np.where(self.pids[positions] == pids, positions, -1)
+        positions = np.searchsorted(self.pids, pids)
+        padded = np.append(self.pids, pids.min(initial=0) - 1)  # not among ``pids``
+        return np.where(padded[positions] == pids, positions, -1)
 
 
 @dataclass(frozen=True)

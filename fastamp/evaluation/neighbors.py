@@ -164,7 +164,7 @@ def _resolve_ties(distances: FeatureDistances, block: _Candidates, k: int) -> to
         result[tied] = candidates.gather(1, order)
     for number in is_truncated.nonzero().flatten().tolist():
         query = block.queries[number : number + 1]
-        row = block.rows[number] if block.rows is not None else _row(distances, int(query))
+        row = distances.row(int(query)) if block.rows is None else block.rows[number]
         candidates = (row <= values[number, k - 1] + 2 * tolerance[number]).nonzero().flatten()
         if len(candidates) > _MAX_EXACT:
             exact = row[candidates]
@@ -172,12 +172,6 @@ def _resolve_ties(distances: FeatureDistances, block: _Candidates, k: int) -> to
             exact = _exact_distances(distances, query, candidates[None])[0]
         result[number] = candidates[exact.argsort(stable=True)[:k]]
     return result
-
-
-def _row(distances: FeatureDistances, query: int) -> torch.Tensor:
-    row = torch.empty(1, distances.shape[1], dtype=distances.dtype, device=distances.device)
-    distances.rows(query, query + 1, row)
-    return row[0]
 
 
 def _exact_distances(distances: FeatureDistances, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

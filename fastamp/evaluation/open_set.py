@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastamp.evaluation.error_rates import ErrorRate, identity_error_rate, pair_error_rate
 from fastamp.evaluation.identities import SAME_CAMERA, Identities, Junk, Matches
+from fastamp.evaluation.metrics import check_finite_features
 from fastamp.evaluation.probability import ProbabilityCurve
 from fastamp.layers.distance import pairwise_distance
 from fastamp.utils.errors import DataError
@@ -97,11 +98,8 @@ class SetScores:
         self.rows = rows = _sampled_rows(all_pids, all_pids[all_pids >= 0] if only is None else only, seed)
         self.pids = all_pids[rows]
         chosen = features[torch.from_numpy(rows).to(features.device)].float().cpu()
-        if not torch.isfinite(chosen).all():
-            raise DataError(
-                f"{int((~torch.isfinite(chosen)).any(1).sum())} of {len(chosen)} features are not finite.\n"
-                "  fix: extract the features with SOLVER.AMP.EVAL_DTYPE float32"
-            )
+        if len(rows):
+            check_finite_features("compared", chosen, torch.float32)
         distances = pairwise_distance(chosen, chosen, metric).numpy()
         self._scores = 1 - distances if metric == "cosine" else -distances
         self._same = self.pids[:, None] == self.pids

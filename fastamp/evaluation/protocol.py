@@ -136,8 +136,7 @@ def check_evaluable(identities: Identities, protocol: Protocol) -> None:
         NoMatchError: if no query has a match.
     """
     check_columns(identities.columns, protocol)
-    sides = {"query": identities.query_pids, "gallery": identities.gallery_pids}
-    for name, pids in sides.items():
+    for name, pids in (("query", identities.query_pids), ("gallery", identities.gallery_pids)):
         if not len(pids) and (name == "query" or not protocol.rule.all_images):
             raise DataError(
                 f"the {name} set is empty: at least one image is required.\n"

@@ -86,16 +86,16 @@ def expand(
         ConfigError: if the weights overflow.
     """
     query_features, gallery_features = query_features.float(), gallery_features.float()
-    search = {"backend": backend, "memory_budget_mb": memory_budget_mb}
+    search: dict[str, Any] = {"backend": backend, "memory_budget_mb": memory_budget_mb}
     for _ in range(options.times):
         if options.target == "both":
             union = torch.cat((query_features, gallery_features))
-            expanded = _expand(union, union, options, search)
+            expanded = _expand(union, union, options, **search)
             query_features, gallery_features = expanded[: len(query_features)], expanded[len(query_features) :]
         elif options.target == "query":
-            query_features = _expand(query_features, gallery_features, options, search, with_itself=True)
+            query_features = _expand(query_features, gallery_features, options, with_itself=True, **search)
         else:
-            gallery_features = _expand(gallery_features, gallery_features, options, search)
+            gallery_features = _expand(gallery_features, gallery_features, options, **search)
         if not all(
             torch.isfinite(torch.stack(torch.aminmax(side))).all() for side in (query_features, gallery_features)
         ):
@@ -108,12 +108,7 @@ def expand(
 
 
 def _expand(
-    features: torch.Tensor,
-    pool: torch.Tensor,
-    options: QueryExpansion,
-    search: dict[str, Any],
-    *,
-    with_itself: bool = False,
+    features: torch.Tensor, pool: torch.Tensor, options: QueryExpansion, *, with_itself: bool = False, **search: Any
 ) -> torch.Tensor:
     """Expand (N, D) features with neighbors from ``pool``; ``with_itself`` adds each feature to its own mean."""
     unit = F.normalize(features, dim=1)

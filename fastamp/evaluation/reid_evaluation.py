@@ -172,11 +172,13 @@ class ReidEvaluator(DatasetEvaluator):
             return None
         self.ranking = result.ranking
         self._write(result)
-        rule, options = protocol.rule, {"metric": protocol.metric, "seed": protocol.seed}
+        rule, seed = protocol.rule, protocol.seed
         if rule.all_images:
             queries = gallery = features
-        ranked, same_images = rule.arrange(identities), rule.all_images
-        self.pairs = sample_pairs(queries, gallery, ranked, junk=rule.junk, same_images=same_images, **options)
+        ranked = rule.arrange(identities)
+        self.pairs = sample_pairs(
+            queries, gallery, ranked, metric=protocol.metric, junk=rule.junk, same_images=rule.all_images, seed=seed
+        )
         if self._calibration is not None:
             calibration, dataset = self._calibration
             self.calibration_check = check_calibration(features, identities, protocol, calibration, dataset=dataset)

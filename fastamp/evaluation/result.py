@@ -1,7 +1,6 @@
 """Metrics of a ranking: CMC, mAP, mINP, verification, confidence intervals and groups of queries."""
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +67,10 @@ class EvaluationResult:
             metrics["intervals"] = self.intervals()
         if self.groups is not None:
             metrics["groups"] = groups = self.group_metrics()
-            rates: dict[str, list[float]] = {}
-            for name, value in itertools.chain.from_iterable(group.items() for group in groups.values()):
-                if isinstance(value, float):
-                    rates.setdefault(name, []).append(value)
-            metrics["mean_over_groups"] = {name: float(np.mean(values)) for name, values in rates.items()}
+            metrics["mean_over_groups"] = {
+                name: float(np.mean([group[name] for group in groups.values() if name in group]))
+                for name in float_names(groups)
+            }
         return metrics
 
     def group_metrics(self) -> dict[str, dict[str, Any]]:
@@ -132,6 +130,12 @@ def summarize(ranking: RankingResult, rule: RankingRule, ranks: Sequence[int], n
         draws = ranking.first_match.shape[1]
         metrics["num_query"], metrics["num_query_without_match"] = int(ranking.trials.sum()) // draws, 0
     return metrics
+
+
+def float_names(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """List the names of all floats in results of several sets or groups, in order of first appearance."""
+    names = (name for result in results.values() for name, value in result.items() if isinstance(value, float))
+    return list(dict.fromkeys(names))
 
 
 def _number_before_text(value: str) -> tuple[bool, float, str]:

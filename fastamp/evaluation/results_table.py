@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from fastamp.evaluation.result import float_names
 from fastamp.utils.plural import plural
 from fastamp.utils.table import format_table
 
@@ -14,7 +15,7 @@ _NUM_GROUPS = 30
 
 
 def print_results(results: dict[str, dict[str, Any]], *, protocol: str, trained_on: Sequence[str] = ()) -> None:
-    """Log a table of the results of all test sets and their baselines.
+    """Log a table of the results of all test sets and their baselines, with a column for each float.
 
     Args:
         results: dataset name -> metrics returned by ``ReidEvaluator.evaluate``.
@@ -22,7 +23,7 @@ def print_results(results: dict[str, dict[str, Any]], *, protocol: str, trained_
         trained_on: names of the training sets. If they differ from the test sets, the table names them, and has a row
             with the mean over the test sets of other names, if there are several. Default: unknown.
     """
-    columns = _columns(results)
+    columns = float_names(results)
     rows = []
     for name, metrics in results.items():
         for title, values in (
@@ -51,17 +52,6 @@ def _group_rows(metrics: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         rows.append((f"  ({len(groups) - _NUM_GROUPS} more groups)", {}))
     valid = sum(values["num_query"] > values["num_query_without_match"] for values in groups.values())
     return [*rows, (f"  mean of {plural(valid, 'group')}", metrics["mean_over_groups"])] if groups else []
-
-
-def _columns(results: dict[str, dict[str, Any]]) -> list[str]:
-    """List the columns: all float metrics, in the order in which the evaluators return them.
-
-    To add a column, compute it in ``fastamp.evaluation.metrics.EvaluationResult.metrics`` and add its name to
-    ``Protocol.metric_names``; ``fastamp.report.sections._tiles`` selects the metrics of a report.
-    """
-    return list(
-        {name: None for result in results.values() for name, value in result.items() if isinstance(value, float)}
-    )
 
 
 def _notes(metrics: dict[str, Any]) -> str:

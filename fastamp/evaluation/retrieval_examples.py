@@ -216,9 +216,7 @@ def _select_diverse_queries(queries: np.ndarray, pids: np.ndarray, count: int) -
 def _rank_list(
     query: int, ranking: RankingResult, blocks: DistanceBlocks, matches: Matches, rule: RankingRule, length: int
 ) -> RankList:
-    row = torch.empty(1, blocks.shape[1], dtype=blocks.dtype, device=blocks.device)
-    blocks.rows(query, query + 1, row)
-    distances = row[0].cpu().numpy()
+    distances = blocks.row(query).cpu().numpy()
     pairs = matches.pairs(query, query + 1)
     excluded = np.zeros(len(distances), dtype=bool)
     excluded[pairs.junk_columns] = True

@@ -29,12 +29,8 @@ def distance_limit(blocks: DistanceBlocks) -> float:
     """Return a limit that few distances exceed: the metric's maximum, or 4 times the median over sampled queries."""
     if blocks.limit is not None:
         return blocks.limit
-    count, width = blocks.shape
-    sample = torch.empty(min(_NUM_SAMPLED, count), width, dtype=blocks.dtype, device=blocks.device)
-    for number, row in enumerate(sample):
-        query = number * count // len(sample)
-        blocks.rows(query, query + 1, row[None])
-    return 4 * sample.median().item()
+    count, sampled = blocks.shape[0], min(_NUM_SAMPLED, blocks.shape[0])
+    return 4 * torch.cat([blocks.row(number * count // sampled) for number in range(sampled)]).median().item()
 
 
 def sum_over_ranks(counts: torch.Tensor) -> torch.Tensor:

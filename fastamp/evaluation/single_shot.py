@@ -36,15 +36,13 @@ class SingleGalleryShotRanker(Ranker):
         pairs = self.matches.pairs(start, start + len(distances))
         counts = np.bincount(pairs.rows, minlength=len(distances))
         begins = np.cumsum(counts) - counts
-        valid = counts > 0
+        queries = np.flatnonzero(counts)
         group = self.matches.groups.find(self.matches.query_pids[start : start + len(distances)])
         first_match = np.full((len(distances), self.num_trials), -1)
         for number, (drawn, choice) in enumerate(zip(self._drawn, self._choice, strict=True)):
             positions = begins + (choice[start : start + len(distances)] * counts).astype(np.int64)
-            match_columns = pairs.columns[positions[valid]]
-            first_match[valid, number] = _rank_among_drawn(
-                distances, np.flatnonzero(valid), match_columns, drawn, group[valid]
-            )
+            match_columns = pairs.columns[positions[queries]]
+            first_match[queries, number] = _rank_among_drawn(distances, queries, match_columns, drawn, group[queries])
         return ap, inp, first_match
 
 

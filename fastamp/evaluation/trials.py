@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,7 +46,7 @@ class TrialRanker(Ranker):
         self._counts_identities = rule.counts_identities
         self._trials = [
             [
-                (part, Ranker(self._selected(identities, part), rule.within_part()))
+                (part, Ranker(identities.select(part.queries, part.columns), rule.within_part()))
                 for part in parts
                 if len(part.queries) and len(part.columns)
             ]
@@ -64,34 +64,19 @@ class TrialRanker(Ranker):
         first_match = np.full((count, self.num_trials), -1)
         for trial, parts in enumerate(self._trials):
             for part, ranker in parts:
-                for rows, ap, inp, first in self._rank_part(part, ranker, start, distances):
-                    sums[0, rows] += ap
-                    sums[1, rows] += inp
-                    first_match[rows, trial] = first
+                low, high = np.searchsorted(part.queries, (start, start + count)).tolist()
+                for first, last in ranker.matches.spans(low, high):
+                    rows = part.queries[first:last] - start
+                    block = select_block(distances, rows, part.columns)
+                    *scores, first_matches = ranker.rank(first, block)
+                    sums[:, rows] += scores
+                    first_match[rows, trial] = first_matches[:, 0]
+                    if self._counts_identities:
+                        queries, groups = ranker.matches.query_pids[first:last], ranker.matches.groups
+                        nearer = count_nearer_identities(block, groups.starts, groups.find(queries))
+                        first_match[rows, trial] = np.where(first_matches[:, 0] < 0, -1, nearer)
         ap, inp = sums / (first_match >= 0).sum(1).clip(1)
         return ap, inp, first_match
-
-    @staticmethod
-    def _selected(identities: Identities, part: SubGallery) -> Identities:
-        is_all = len(part.queries) == len(identities.query_pids)
-        return identities.select(slice(None) if is_all else part.queries, part.columns)
-
-    def _rank_part(
-        self, part: SubGallery, ranker: Ranker, start: int, distances: torch.Tensor
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield ``(rows, AP, INP, rank of the first match)``, each (n,), for queries among ``start:start + B``."""
-        low, high = np.searchsorted(part.queries, (start, start + len(distances))).tolist()
-        matches = ranker.matches
-        for first, last in matches.spans(low, high):
-            rows = part.queries[first:last] - start
-            block = select_block(distances, rows, part.columns)
-            ap, inp, first_matches = ranker.rank(first, block)
-            first_match = first_matches[:, 0]
-            if self._counts_identities:
-                group_rows = matches.groups.find(matches.query_pids[first:last])
-                valid = first_match >= 0
-                first_match[valid] = count_nearer_identities(block, matches.groups.starts, group_rows)[valid]
-            yield rows, ap, inp, first_match
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,12 @@ class DistanceBlocks:
         """Write the distances of queries ``start`` to ``stop`` (exclusive) into ``out`` of shape (B, G)."""
         raise NotImplementedError
 
+    def row(self, query: int) -> torch.Tensor:
+        """Compute the (G,) distances of one query."""
+        out = torch.empty(1, self.shape[1], dtype=self.dtype, device=self.device)
+        self.rows(query, query + 1, out)
+        return out[0]
+
     @property
     def block_rows(self) -> int:
         """Number of queries in each block except the last, which may be smaller."""
