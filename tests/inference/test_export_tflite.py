@@ -4,6 +4,7 @@ Those that convert need an environment with litert-torch, named by FASTAMP_TFLIT
 the conversion is ``tests/reference/tiny.tflite``, of the tiny backbone with the weights of ``reference_weights``.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -28,7 +29,10 @@ from fastamp.modeling import build_model
 from fastamp.utils.errors import ConfigError, WeightsError
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
-needs_environment = pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} is not set")
+needs_environment = pytest.mark.skipif(
+    VARIABLE not in os.environ or importlib.util.find_spec("ai_edge_quantizer") is None,
+    reason=f"{VARIABLE} is not set, or ai-edge-quantizer is not installed",
+)
 
 
 @pytest.fixture
@@ -185,10 +189,10 @@ def images():
     "path, cause",
     [("", "not set"), ("/nowhere/python", "/nowhere"), (sys.executable, "No package metadata"), ("/bin/true", "not")],
 )
-def test_message_names_the_commands_that_create_the_environment(predictor, tmp_path, monkeypatch, path, cause):
+def test_message_names_the_commands_that_create_the_environment(monkeypatch, path, cause):
     monkeypatch.setenv(VARIABLE, path)
     with pytest.raises(ConfigError, match=f"(?s){cause}.*pip install {PACKAGES}.*export {VARIABLE}="):
-        export(predictor, tmp_path / "model.tflite")
+        tflite_format.check_environment()
 
 
 @pytest.mark.integration
@@ -211,7 +215,7 @@ def test_tflite_file_cannot_take_images_of_any_size(predictor, tmp_path):
         export(predictor, tmp_path / "model.tflite", preprocess="inside")
 
 
-@pytest.mark.integration
+@pytest.mark.extras
 @pytest.mark.parametrize(
     "worker, cause",
     [

@@ -36,7 +36,7 @@ def predictor(checkpoint):
     params=[".onnx", *(pytest.param(suffix, marks=pytest.mark.extras) for suffix in (".xml", ".tflite"))],
 )
 def exported(request, predictor, tmp_path_factory):
-    pytest.importorskip({".onnx": "onnxruntime", ".xml": "openvino", ".tflite": "ai_edge_litert"}[request.param])
+    pytest.importorskip({".onnx": "onnxruntime", ".xml": "openvino", ".tflite": "ai_edge_quantizer"}[request.param])
     if request.param == ".tflite" and VARIABLE not in os.environ:
         pytest.skip(f"{VARIABLE} is not set")
     path = tmp_path_factory.mktemp("exported") / f"model{request.param}"
