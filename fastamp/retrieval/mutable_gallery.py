@@ -279,7 +279,9 @@ class MutableGallery(Gallery, AbstractContextManager["MutableGallery"]):
         unit = None if features is None else normalized(features, self.model.metric)
         count = len(self) + sum(item.id not in self._row_of_id for item in items)
         if count > len(self._buffer):  # first, because there may be too little memory
-            self._buffer = np.resize(self._buffer, (max(count, 2 * len(self)), self.model.width))
+            grown = np.empty((max(count, 2 * len(self)), self.model.width), np.float32)  # unused rows take no memory
+            grown[: len(self)] = self._matrix
+            self._buffer = grown
         rows = [self._row_of_id.setdefault(item.id, len(self._row_of_id)) for item in items]
         for row, item, number in zip(rows, items, numbers, strict=True):
             at = slice(row, row + 1)  # beyond the last row, a slice appends

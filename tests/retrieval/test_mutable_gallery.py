@@ -206,7 +206,7 @@ def test_gallery_is_unchanged_in_memory_if_there_is_none_for_new_items(tmp_path,
     features = np.eye(4, WIDTH, dtype=np.float32)
     gallery.add([Item("a")], features[:1])
     with monkeypatch.context() as patch:
-        patch.setattr(module.np, "resize", raise_memory_error)
+        patch.setattr(module.np, "empty", raise_memory_error)
         with pytest.raises(MemoryError):
             gallery.add([Item("b"), Item("c")], features[1:3])
     gallery.add([Item("d")], features[3:])
