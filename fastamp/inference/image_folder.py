@@ -97,8 +97,12 @@ def _is_current(folder: Path, files: list[str], out: Path, model: "FeatureModel"
         features = read_features(out)
         features.check_model(model)
         paths = features.images.paths.tolist()
-        if features.images.split is not None or not all(os.path.abspath(path).startswith(prefix) for path in paths):
-            raise DataError("it is the extraction of a dataset, or contains features of other images")
+        others = [path for path in paths if not os.path.abspath(path).startswith(prefix)]
+        if features.images.split is not None or others:
+            raise DataError(
+                f"it is the extraction of a dataset, or has features of other images, e.g. {(others or paths)[0]}\n"
+                "  fix: choose another file"
+            )
     except DataError as error:
         raise ConfigError(
             f"cannot write the features of the images in {folder} to {out}: this file exists and is not an extraction "
