@@ -156,6 +156,8 @@ def _decode_until(seconds: float, decode: Callable[[bytes, str], _Decoded], cont
     try:
         return decode(content, name)
     except (MemoryError, RuntimeError) as error:
-        raise DataError(f"the image {name} cannot be read: {type(error).__name__}") from None
+        raise DataError(
+            f"the image {name} cannot be read: {type(error).__name__}.\n  fix: send a smaller image, or a JPEG file"
+        ) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
