@@ -26,6 +26,7 @@ EXTRAS = {
     ],
     "cuhk03": ["h5py"],
     "vis": ["matplotlib"],
+    "torchcodec": ["torchcodec>=0.16"],
     "cluster": ["scikit-learn>=1.3"],
     "parquet": ["pyarrow"],
     "export": EXPORT,

@@ -1,18 +1,16 @@
 """Decode image files to uint8 tensors: grayscale, RGB or RGBA."""
 
 import errno
-import importlib.util
 import io
 import logging
 import os
 import re
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Event, Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -21,37 +19,12 @@ from torch import Tensor
 
 from fastamp.data.boxes import Box, clip_box
 from fastamp.data.file_parts import read_bytes
+from fastamp.data.image_decoder import image_decoder
 from fastamp.data.jpeg_warnings import named_warnings
 from fastamp.utils.errors import DataError, system_cause
 
 logger = logging.getLogger(__name__)
 
-
-def _load_torchvision_decoder() -> Callable[[Tensor, int, bool], Tensor] | None:
-    """Load torchvision's decoder from its library, because importing torchvision takes as long as importing PyTorch.
-
-    torchvision 0.29 announces the removal of its decoders; PIL decodes the images if the library is missing.
-    """
-    try:
-        package = importlib.util.find_spec("torchvision")
-    except ValueError:  # a module without a specification
-        package = None
-    for library in Path(package.origin).parent.glob("image*.so") if package and package.origin else ():
-        try:
-            torch.ops.load_library(library)
-            decode: Callable[[Tensor, int, bool], Tensor] = torch.ops.image.decode_image
-            return decode
-        except (OSError, AttributeError) as error:  # built for another version of PyTorch, or without decoders
-            logger.warning(
-                "cannot load the decoder of torchvision, images are decoded by PIL, which is slower: %s\n"
-                "  fix: install the versions of torch and torchvision that belong together",
-                error,
-            )
-    return None
-
-
-torchvision_decode = _load_torchvision_decoder()
-_RGB = 3  # torchvision's ImageReadMode.RGB
 
 # PIL's fixed-point luma (ITU-R BT.601). All sums are exact in float32, so every machine rounds them equally.
 _LUMA_WEIGHTS = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)
@@ -83,6 +56,14 @@ _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 
 
+class DecodingOptions(TypedDict):
+    """Options of ``read_image`` and ``decode_image`` that a config sets."""
+
+    max_pixels: int
+    bit_depth: int
+    decoder: str
+
+
 def read_image(
     path: str,
     channels: int = 3,
@@ -91,6 +72,7 @@ def read_image(
     max_pixels: int = MAX_PIXELS,
     least_side: int | None = None,
     bit_depth: int | None = BIT_DEPTH,
+    decoder: str = "auto",
 ) -> Tensor:
     """Read an image, a file or bytes of a file, and apply its EXIF orientation.
 
@@ -98,7 +80,7 @@ def read_image(
     alpha channel. If ``channels`` is 1 or 3, an alpha channel is dropped without blending. Integers of more than 8 bits
     are reduced to their upper 8 bits, see ``bit_depth``. For an animation, the first frame is read.
 
-    torchvision decodes JPEG files, and PIL decodes all other formats and the JPEG files that torchvision rejects.
+    ``decoder`` decodes JPEG files, and PIL decodes all other formats and the JPEG files that ``decoder`` rejects.
     Grayscale is computed from the decoded RGB, as PIL does.
 
     Args:
@@ -113,6 +95,7 @@ def read_image(
         bit_depth: number of bits that the values of gray images of more than 8 bits use, in 8..32: values in
             0..2**bit_depth - 1 become 0..255. Default 16. None: the range of the image's own values, for pictures to
             look at.
+        decoder: see ``image_decoder``. Default ``"auto"``.
 
     Returns:
         (channels, H, W) uint8.
@@ -122,7 +105,10 @@ def read_image(
             ``bit_depth``, or ``box`` is outside the image. The message names the file and the cause.
         OSError: if too many files are open.
     """
-    image = _read_full_image(path, channels, max_pixels, least_side if box is None else None, bit_depth)
+    if box is not None:
+        least_side = None
+    options: dict[str, Any] = {"max_pixels": max_pixels, "least_side": least_side, "bit_depth": bit_depth}
+    image = decode_image(_content(path), channels, name=path, decoder=decoder, **options)
     if box is None:
         return image
     left, top, right, bottom = box_inside(box, path, width=image.shape[2], height=image.shape[1])
@@ -141,18 +127,15 @@ def box_inside(box: Sequence[float], path: str, *, width: int, height: int) -> B
     return clipped
 
 
-def _read_full_image(
-    path: str, channels: int, max_pixels: int, least_side: int | None, bit_depth: int | None
-) -> Tensor:
+def _content(path: str) -> bytearray:
     try:
-        content = read_bytes(path)
+        return read_bytes(path)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise  # not caused by the image, which must not be skipped
         raise DataError(f"cannot read the image {path}: {system_cause(error)}") from error
     except ValueError as error:  # invalid file name
         raise DataError(f"cannot read the image {path!r}: {error}") from error
-    return _decode_full_image(content, path, channels, max_pixels, least_side, bit_depth)
 
 
 def decode_image(
@@ -163,12 +146,13 @@ def decode_image(
     max_pixels: int = MAX_PIXELS,
     least_side: int | None = None,
     bit_depth: int | None = BIT_DEPTH,
+    decoder: str = "auto",
 ) -> Tensor:
     """Decode the content of an image file, as ``read_image`` does.
 
     Args:
         content: content of the file.
-        channels, max_pixels, least_side, bit_depth: see ``read_image``.
+        channels, max_pixels, least_side, bit_depth, decoder: see ``read_image``.
         name: name of the image for messages. Default "".
 
     Returns:
@@ -177,12 +161,8 @@ def decode_image(
     Raises:
         DataError: if the content is corrupt or too large.
     """
-    return _decode_full_image(bytearray(content), name or "(bytes)", channels, max_pixels, least_side, bit_depth)
-
-
-def _decode_full_image(
-    content: bytearray, path: str, channels: int, max_pixels: int, least_side: int | None, bit_depth: int | None
-) -> Tensor:
+    path = name or "(bytes)"
+    content = content if isinstance(content, bytearray) else bytearray(content)
     if not content:
         raise DataError(f"cannot read the image {path}: the file is empty")
     width, height = 0, 0
@@ -192,15 +172,15 @@ def _decode_full_image(
     if width * height <= _MAX_FULL_SIZE_PIXELS or least_side is None or min(width, height) < 2 * least_side:
         least_side = None
     # torchvision 0.29 aborts the process on corrupt PNG files, ignores the orientation of WebP files, decodes all
-    # frames of an animation, has no scaled decoding, and cannot be limited if the declared size was not found.
-    if torchvision_decode is None or not width * height or channels == 4 or least_side is not None:
+    # frames of an animation, and has no scaled decoding; no decoder can be limited if the declared size was not found.
+    decode = image_decoder(decoder).decode
+    if decode is None or not width * height or channels == 4 or least_side is not None:
         mode = "RGBA" if channels == 4 else "RGB"
         image = _decode_with_pil(content, path, mode, max_pixels, least_side, bit_depth)
     else:
         try:
-            encoded = torch.frombuffer(content, dtype=torch.uint8)
             with named_warnings(path):
-                image = torchvision_decode(encoded, _RGB, True)
+                image = decode(torch.frombuffer(content, dtype=torch.uint8))
         except RuntimeError:
             image = _decode_with_pil(content, path, "RGB", max_pixels)
     return _luma(image) if channels == 1 else image

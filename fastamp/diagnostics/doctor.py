@@ -74,7 +74,7 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     policy.check_model(model)
     if policy.enabled and policy.dtype not in dtypes:
         dtypes = [policy.dtype, *dtypes]  # the verdict is about this dtype
-    machine = inspect_environment(device, asked=requested_device(cfg))
+    machine = inspect_environment(device, asked=requested_device(cfg), decoder=cfg.INPUT.DECODER)
     batch = {key: value[:batch_size] for key, value in next(iter(loader)).items()}
     progress = _Progress(2 + 5 * len(dtypes))
     reference = progress("float32: first batch", lambda: check_float32(model, batch, policy.in_float32()))

@@ -11,6 +11,7 @@ import torch
 from tabulate import tabulate
 
 from fastamp.amp.policy import DTYPES, PrecisionPolicy, auto_dtype, dtype_name
+from fastamp.data.image_decoder import image_decoder
 from fastamp.diagnostics import environment_queries as queries
 from fastamp.diagnostics.environment_queries import Support
 from fastamp.diagnostics.smoke_train import SmokeTrainResult, smoke_train
@@ -29,6 +30,7 @@ class EnvironmentReport:
 
     Attributes:
         versions: package -> version.
+        image_decoder: decoder of JPEG files and its version.
         platform: operating system and architecture.
         cores: number of CPU cores available to this process.
         device, device_name: e.g. ``"cuda:0"``, ``"NVIDIA H200"``.
@@ -48,6 +50,7 @@ class EnvironmentReport:
     """
 
     versions: dict[str, str]
+    image_decoder: str
     platform: str
     cores: int
     device: str
@@ -92,6 +95,7 @@ class EnvironmentReport:
         """Format the report as a table."""
         rows = [
             ["versions", ", ".join(f"{name} {number}" for name, number in self.versions.items()), ""],
+            ["image decoder", self.image_decoder, ""],
             ["platform", f"{self.platform}, {self.cores} cores", ""],
             ["device", self._device_text(), ""],
             ["memory", self._memory_text(), ""],
@@ -206,7 +210,9 @@ class EnvironmentReport:
         ]
 
 
-def inspect_environment(device: torch.device, *, asked: str = "auto", train: bool = False) -> EnvironmentReport:
+def inspect_environment(
+    device: torch.device, *, asked: str = "auto", decoder: str = "auto", train: bool = False
+) -> EnvironmentReport:
     """Collect the environment report; without ``train``, this takes about 20 ms.
 
     ``torch.utils.collect_env.get_env_info`` is not used because it takes about one second: it lists all packages, runs
@@ -218,6 +224,7 @@ def inspect_environment(device: torch.device, *, asked: str = "auto", train: boo
         train: also train a tiny model for ten steps in each supported precision, which takes seconds. Default False.
         asked: value of ``MODEL.DEVICE``. An unusable GPU is a problem for ``"auto"`` and ``"cuda"``, but not for
             ``"cpu"``. Default ``"auto"``.
+        decoder: ``INPUT.DECODER``. Default ``"auto"``.
     """
     unknown: dict[str, str] = {}
 
@@ -246,6 +253,7 @@ def inspect_environment(device: torch.device, *, asked: str = "auto", train: boo
         supported = [name for name in DTYPES if name not in support or support[name].state != "no"]
         return EnvironmentReport(
             versions=ask("versions", queries.versions, {"torch": torch.__version__}),
+            image_decoder=ask("image decoder", lambda: str(image_decoder(decoder)), ""),
             platform=ask("system", queries.system, ""),
             cores=available_cores(),
             device=str(device),

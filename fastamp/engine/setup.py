@@ -77,7 +77,7 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
         )
     if requested_device(cfg) != cfg.MODEL.DEVICE:
         logger.info("MODEL.DEVICE is not set, and PyTorch finds no CUDA device: using %s", device)
-    machine = inspect_environment(device, asked=requested_device(cfg))
+    machine = inspect_environment(device, asked=requested_device(cfg), decoder=cfg.INPUT.DECODER)
     logger.info("environment:\n%s", machine.table(), extra=_FILE_ONLY)
     for problem in machine.problems:
         logger.warning("%s", problem)

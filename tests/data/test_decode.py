@@ -66,17 +66,6 @@ def test_image_from_pil_equals_read_image(tmp_path, subtests):
                 assert (found.int() - expected.int()).abs().max() <= (3 if (mode, name) == ("CMYK", "a.jpg") else 0)
 
 
-def test_pil_fallback_equals_torchvision_decoder(tmp_path, write_image, monkeypatch, subtests):
-    for name in ("a.jpg", "a.png"):
-        for channels in MODES:
-            with subtests.test(f"{name} {channels}"):
-                path = str(write_image(tmp_path / name))
-                image = read_image(path, channels)
-                with monkeypatch.context() as patch:
-                    patch.setattr("fastamp.data.decode.torchvision_decode", None)
-                    assert torch.equal(read_image(path, channels), image)
-
-
 @every_channels
 def test_png_gamma_is_ignored(tmp_path, write_image, channels):
     """For such files, libpng would compute gray values in linear light, which differ by up to 60."""

@@ -14,6 +14,7 @@ import torch
 import train_net
 
 from fastamp.amp import PrecisionPolicy
+from fastamp.data.image_decoder import image_decoder
 from fastamp.diagnostics import environment, environment_queries, smoke_train
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.diagnostics.environment_queries import runs_on
@@ -97,6 +98,7 @@ def test_environment_report_runs_smoke_training_only_on_request(monkeypatch):
     monkeypatch.setattr(environment, "smoke_train", raising(AssertionError("trained")))
     report = inspect_environment(CPU, asked="cpu")
     assert report.loops == {} and report.problems == [] and "ten steps" not in report.table()
+    assert report.image_decoder == str(image_decoder())
     with pytest.raises(AssertionError, match="trained"):
         inspect_environment(CPU, train=True)
 

@@ -36,6 +36,7 @@ KEYS = (
         low=8,
         high=32,
     ),
+    "INPUT.DECODER",
     Key(
         "INPUT.INTERPOLATION",
         "bicubic",

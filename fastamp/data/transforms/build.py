@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fastamp.config import CfgNode, crop_size
-from fastamp.data.decode import image_from_pil, read_image
+from fastamp.data.decode import DecodingOptions, image_from_pil, read_image
+from fastamp.data.image_decoder import image_decoder
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
 from fastamp.data.transforms.geometry import Resize
 from fastamp.utils.errors import ConfigError, DataError, check_choice
@@ -48,6 +49,7 @@ class Transforms(NamedTuple):
         augment_each: transforms applied to each image before batching: if resized images have different sizes, all
             transforms up to the first that returns images of a fixed size. Default: none.
         augment: all other transforms, applied to each batch. Default: none.
+        decoder: see ``image_decoder``. Default ``"auto"``.
     """
 
     channels: int
@@ -57,6 +59,12 @@ class Transforms(NamedTuple):
     size_key: str
     augment_each: Augmentation = _NO_AUGMENTATION
     augment: Augmentation = _NO_AUGMENTATION
+    decoder: str = "auto"
+
+    @property
+    def decoding(self) -> DecodingOptions:
+        """Keyword arguments for ``read_image`` and ``decode_image``."""
+        return {"max_pixels": self.max_pixels, "bit_depth": self.bit_depth, "decoder": self.decoder}
 
     def read(self, path: str, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
         """Read an image, or only the region ``box``, and resize it; see ``read_image``.
@@ -71,8 +79,7 @@ class Transforms(NamedTuple):
 
     def read_original(self, path: str, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
         """Read an image as ``read`` does, but do not resize it."""
-        limits: dict[str, Any] = {"max_pixels": self.max_pixels, "least_side": self.resize.least_side}
-        return read_image(path, self.channels, box=box, bit_depth=self.bit_depth, **limits)
+        return read_image(path, self.channels, box=box, least_side=self.resize.least_side, **self.decoding)
 
     def __call__(self, image: Any) -> Tensor:
         """Resize and augment one decoded image, with random numbers from PyTorch's global generator.
@@ -130,7 +137,8 @@ def build_transforms(cfg: CfgNode, is_train: bool = True) -> Transforms:
         is_train: if True, build the training transforms, otherwise the test transforms. Default True.
 
     Raises:
-        ConfigError: if the settings of a transform are inconsistent or conflict with INPUT.CHANNELS or the image size.
+        ConfigError: if the settings of a transform are inconsistent or conflict with INPUT.CHANNELS or the image size,
+            or INPUT.DECODER is not installed.
     """
     settings = cfg.INPUT
     augment: dict[str, Augmentation] = {}
@@ -166,6 +174,7 @@ def build_transforms(cfg: CfgNode, is_train: bool = True) -> Transforms:
         resize=resize,
         size_key="INPUT.SIZE_TRAIN" if is_train else "INPUT.SIZE_TEST",
         **augment,
+        decoder=image_decoder(settings.DECODER).name,
     )
 
 

@@ -1,0 +1,116 @@
+import importlib.metadata
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fastamp.config import get_cfg
+from fastamp.data import image_decoder as module
+from fastamp.data.decode import decode_image, read_image
+from fastamp.data.image_decoder import KEYS, image_decoder
+from fastamp.data.transforms import build_transforms
+from fastamp.utils.errors import ConfigError, DataError
+
+pytest.importorskip("torchcodec")
+
+DECODERS = KEYS[0].choices[1:]
+LEFT_BOTTOM = 8  # an EXIF orientation that exchanges height and width
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    image_decoder.cache_clear()
+    yield
+    image_decoder.cache_clear()
+
+
+def encoded(kind="JPEG", *, mode="RGB", size=(37, 61), orientation=1, **options):
+    """Encode random smooth colors."""
+    small = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+    image = Image.fromarray(small).resize(size, Image.Resampling.BICUBIC).convert(mode)
+    exif = image.getexif()
+    exif[0x112] = orientation
+    file = io.BytesIO()
+    image.save(file, kind, exif=exif, **options)
+    return file.getvalue()
+
+
+def test_all_decoders_return_the_same_pixels(subtests):
+    cases = [
+        *({"subsampling": sampling, "quality": quality} for sampling in (0, 1, 2) for quality in (50, 95)),
+        {"progressive": True},
+        {"mode": "L"},
+        {"mode": "CMYK"},
+        {"size": (1, 1)},
+        {"size": (1920, 1080), "orientation": LEFT_BOTTOM},
+        *({"kind": kind, "orientation": LEFT_BOTTOM} for kind in ("PNG", "WEBP")),
+        {"kind": "PNG", "mode": "RGBA"},
+    ]
+    for case in cases:
+        content = encoded(**case)
+        for channels in (1, 3, 4):
+            images = [decode_image(content, channels, decoder=name) for name in DECODERS]
+            with subtests.test(case=case, channels=channels):
+                assert {image.shape for image in images} == {images[0].shape} and len(images[0]) == channels
+                # PIL converts CMYK to RGB in another way.
+                tolerance = 3 if case.get("mode") == "CMYK" else 0
+                assert all((image.int() - images[-1].int()).abs().max() <= tolerance for image in images)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_damaged_files_raise_data_errors(name, tmp_path):
+    content = encoded(size=(200, 100))
+    for number, damaged in enumerate((content[:2], content[:100], content[:200] + b"\xff\xd9", b"\xff\xd8" * 50)):
+        (tmp_path / f"{number}.jpg").write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"{number}\.jpg"):
+            read_image(str(tmp_path / f"{number}.jpg"), decoder=name)
+
+
+def missing():
+    raise ImportError("built for another PyTorch")
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_loaders_read_with_the_decoder_of_the_config(name, tmp_path, monkeypatch):
+    (tmp_path / "a.jpg").write_bytes(encoded())
+    cfg = get_cfg()
+    cfg.merge_from_list(["INPUT.DECODER", name])
+    transforms = build_transforms(cfg, is_train=False)
+    assert transforms.decoder == name
+    expected = transforms.read(str(tmp_path / "a.jpg"))
+    image_decoder.cache_clear()
+    others = {other: ("torch", missing) for other in DECODERS if other != name}
+    monkeypatch.setattr(module, "_LOADERS", module._LOADERS | others)
+    assert torch.equal(transforms.read(str(tmp_path / "a.jpg")), expected)
+
+
+def test_auto_selects_the_first_decoder_that_works(monkeypatch, caplog):
+    assert image_decoder().name == DECODERS[0]
+    for number, name in enumerate(DECODERS[:-1]):
+        image_decoder.cache_clear()
+        monkeypatch.setattr(module, "_LOADERS", module._LOADERS | {name: ("no-such-package", missing)})
+        assert image_decoder().name == DECODERS[number + 1]
+    assert not caplog.messages
+    image_decoder.cache_clear()
+    monkeypatch.setattr(module, "_LOADERS", module._LOADERS | {DECODERS[0]: ("torch", missing)})
+    assert image_decoder().name == DECODERS[-1]
+    (message,) = caplog.messages
+    assert "ImportError" in message and "fix: " in message
+
+
+def test_a_decoder_that_is_named_must_work(monkeypatch):
+    for package in ("no-such-package", "torch"):
+        image_decoder.cache_clear()
+        monkeypatch.setattr(module, "_LOADERS", module._LOADERS | {"torchcodec": (package, missing)})
+        cfg = get_cfg()
+        cfg.merge_from_list(["INPUT.DECODER", "torchcodec"])
+        with pytest.raises(ConfigError, match=r"INPUT\.DECODER(.|\n)*fix:"):
+            build_transforms(cfg)
+
+
+def test_name_and_version(subtests):
+    for name, package in zip(DECODERS, ("torchcodec", "torchvision", "pillow"), strict=True):
+        with subtests.test(name):
+            assert str(image_decoder(name)) == f"{name} {importlib.metadata.version(package)}"
