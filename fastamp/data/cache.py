@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fastamp.data.datasets.base import ImageItem, data_root
+from fastamp.data.datasets.items import PackedItems
 from fastamp.data.file_parts import file_of
 from fastamp.data.jpeg_warnings import decoding_pool, read_in_threads
 from fastamp.utils.errors import DataError, system_cause
@@ -136,14 +137,13 @@ class ImageCache:
             unfinished.unlink(missing_ok=True)
 
     def _fill(self, images: Tensor, read: Callable[[int], Tensor], items: Sequence[ImageItem]) -> None:
-        def fill(number: int) -> None:
-            images[number] = read(number)
+        def fill(row: int) -> None:
+            images[row] = read(row)
 
-        starts = range(0, len(images), _AT_ONCE)
+        starts, rows = range(0, len(images), _AT_ONCE), PackedItems.of(items).rows_by_file().tolist()
         with decoding_pool() as pool:  # decoding and resizing release the GIL
             for start in track(starts, len(starts), "decoding"):
-                block = range(start, min(start + _AT_ONCE, len(images)))
-                read_in_threads(pool, fill, block, lambda number: items[number].path)
+                read_in_threads(pool, fill, rows[start : start + _AT_ONCE], lambda row: items[row].path)
 
 
 def _fingerprint(items: Sequence[ImageItem], shape: tuple[int, int, int], kind: str) -> tuple[str, str]:

@@ -18,7 +18,8 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from fastamp.data.boxes import Box, clip_box
-from fastamp.data.file_parts import read_bytes
+from fastamp.data.file_parts import file_of, read_bytes
+from fastamp.data.frame_cache import FrameCache
 from fastamp.data.image_decoder import image_decoder
 from fastamp.data.jpeg_warnings import named_warnings
 from fastamp.utils.errors import DataError, system_cause
@@ -34,6 +35,8 @@ _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
 _START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN, _TEMPORARY = 0xD8, 0xD9, 0xDA, 0x01
 # The code of a marker, after any number of fill bytes; neither a byte of compressed data nor a restart.
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+# Decoded frames whose boxes are read: ten frames of 1920x1080.
+_FRAMES = FrameCache(64 * 2**20)
 _PIL_LOCK, _WARNINGS_LOCK = Lock(), Lock()
 # A small file can declare an image that exceeds the memory.
 MAX_PIXELS = 100_000_000
@@ -81,7 +84,8 @@ def read_image(
     are reduced to their upper 8 bits, see ``bit_depth``. For an animation, the first frame is read.
 
     ``decoder`` decodes JPEG files, and PIL decodes all other formats and the JPEG files that ``decoder`` rejects.
-    Grayscale is computed from the decoded RGB, as PIL does.
+    Grayscale is computed from the decoded RGB, as PIL does. The last decoded images whose boxes were read are kept, up
+    to 64 MiB in a process, so that a frame is decoded once for boxes that are read one after the other.
 
     Args:
         path: image file, or ``FILE#START+COUNT`` for bytes of a file, see ``file_parts``.
@@ -105,14 +109,24 @@ def read_image(
             ``bit_depth``, or ``box`` is outside the image. The message names the file and the cause.
         OSError: if too many files are open.
     """
-    if box is not None:
-        least_side = None
-    options: dict[str, Any] = {"max_pixels": max_pixels, "least_side": least_side, "bit_depth": bit_depth}
-    image = decode_image(_content(path), channels, name=path, decoder=decoder, **options)
+    options: dict[str, Any] = {"max_pixels": max_pixels, "bit_depth": bit_depth, "decoder": decoder}
     if box is None:
-        return image
-    left, top, right, bottom = box_inside(box, path, width=image.shape[2], height=image.shape[1])
-    return image[:, top:bottom, left:right]
+        return decode_image(_content(path), channels, name=path, least_side=least_side, **options)
+    frame = _FRAMES.get(
+        (path, _state(path), channels, *options.values()),
+        lambda: decode_image(_content(path), channels, name=path, **options),
+    )
+    left, top, right, bottom = box_inside(box, path, width=frame.shape[2], height=frame.shape[1])
+    return frame[:, top:bottom, left:right].clone()
+
+
+def _state(path: str) -> tuple[int, ...]:
+    """Return numbers that change if a file is written again; () if it cannot be read."""
+    try:
+        state = os.stat(file_of(path))
+    except (OSError, ValueError):
+        return ()  # the error is raised by ``_content``
+    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def box_inside(box: Sequence[float], path: str, *, width: int, height: int) -> Box:

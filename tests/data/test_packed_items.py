@@ -308,3 +308,11 @@ def test_corrupt_image_is_replaced_by_next_image_of_same_identity(tmp_path, skip
         dataset.read(skip)
     dataset.labels = None  # not needed for a readable image
     assert int(dataset.read(1)[0, 0, 0]) == 20
+
+
+def test_rows_by_file_keep_the_boxes_of_a_file_together():
+    def items(paths, box):
+        return PackedItems.of([(path, 0, 0, 0, box) for path in paths])
+
+    assert items("badbab", (0, 0, 9, 9)).rows_by_file().tolist() == [0, 3, 5, 1, 4, 2]
+    assert items("bad", None).rows_by_file().tolist() == [0, 1, 2]

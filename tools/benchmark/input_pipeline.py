@@ -3,9 +3,10 @@
 
 fastamp's pipeline runs with each installed decoder (INPUT.DECODER), and with cached images. All variants decode JPEG
 files of generated pedestrians and build batches of 64 images at 256x128: bicubic resize, flip, padding, crop and random
-erasing. The reference uses PIL, torchvision.transforms (v1) and torch.stack. The variants run in turns, so that drift of
-the machine's speed does not bias the comparison. With a CUDA device, the benchmark also
-measures the fraction of a training step (ResNet-50, bf16, batch size 128) spent waiting for data.
+erasing. The reference uses PIL, torchvision.transforms (v1) and torch.stack. The variants run in turns, so that drift
+of the machine's speed does not bias the comparison. Then boxes in large frames are read in several ways. With a CUDA
+device, the benchmark also measures the fraction of a training step (ResNet-50, bf16, batch size 128) spent waiting for
+data.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from tabulate import tabulate
@@ -38,6 +40,7 @@ from fastamp.utils.env import keep_freed_memory
 from fastamp.utils.errors import ConfigError
 
 SIZE, BATCH = (256, 128), 64
+FRAMES, BOXES = 40, 10
 REFERENCE = "PIL, torchvision.transforms"
 RECIPE = "Market1501/bagtricks_R50"
 
@@ -121,6 +124,51 @@ def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any
     ]
 
 
+def compare_boxes(rounds: int, folder: Path) -> list[list[Any]]:
+    """Return ``(how boxes are read, boxes/s, ratio to decoding the frame for each box)`` for frames of 1920x1080."""
+    random = np.random.default_rng(0)
+    items = []
+    for number in range(FRAMES):
+        coarse = Image.fromarray(random.integers(0, 256, (68, 120, 3), dtype=np.uint8)).resize((1920, 1080))
+        noisy = np.asarray(coarse) + random.normal(0, 6, (1080, 1920, 3))
+        path = folder / f"{number}.jpg"
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)
+        corners = random.integers(0, (1920 - 160, 1080 - 360), (BOXES, 2)).tolist()
+        items += [ImageItem(str(path), 0, 0, box=(left, top, left + 160, top + 360)) for left, top in corners]
+    cfg = get_cfg()
+    cfg.merge_from_file(RECIPE)
+    transforms = build_transforms(cfg, is_train=False)
+    dataset, cached = (ReidDataset(items, transforms, relabel=True) for _ in range(2))
+    cached.use_cache(ImageCache(items, (3, *SIZE), cached.read, where="ram"))
+
+    def decode_each(rows: list[int]) -> None:
+        for row in rows:
+            left, top, right, bottom = items[row].box
+            transforms.resize(transforms.read_original(items[row].path)[:, top:bottom, left:right])
+
+    order = list(range(len(items)))
+    shuffled = random.permutation(len(items)).tolist()
+    variants = {
+        "decode the frame for each box": (decode_each, order),
+        "boxes frame by frame": (fastamp_pipeline(dataset), order),
+        "boxes in random order": (fastamp_pipeline(dataset), shuffled),
+        "boxes in random order, cached": (fastamp_pipeline(cached), shuffled),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, (batch, rows) in variants.items():
+            began = time.perf_counter()
+            for start in range(0, len(rows), BATCH):
+                batch(rows[start : start + BATCH])
+            seconds[name].append(time.perf_counter() - began)
+    cached.cache.close()
+    slowest = statistics.median(seconds["decode the frame for each box"])
+    return [
+        [name, f"{len(items) / statistics.median(times):.0f}", f"{slowest / statistics.median(times):.2f}"]
+        for name, times in seconds.items()
+    ]
+
+
 def waiting(steps: int, cache: str, augment_on: str, root: str) -> tuple[float, float]:
     """Return ``(seconds per training step on CUDA, fraction of this time spent waiting for data)``."""
     os.environ["FASTAMP_DATASETS"] = root
@@ -175,6 +223,10 @@ def main() -> None:
             rows = compare(source, args.rounds, Path(folder))
         print(f"\nsource images of {source[0]}x{source[1]}, one core")
         print(tabulate(rows, ["pipeline", "images/s", "ratio"], tablefmt="github"))
+    with tempfile.TemporaryDirectory() as folder:
+        rows = compare_boxes(args.rounds, Path(folder))
+    print(f"\n{BOXES} boxes in each of {FRAMES} frames of 1920x1080, one core")
+    print(tabulate(rows, ["boxes", "boxes/s", "ratio"], tablefmt="github"))
 
 
 if __name__ == "__main__":

@@ -303,6 +303,14 @@ class PackedItems(Sequence[ImageItem]):
             return None
         return tuple(self.boxes[index].tolist())
 
+    def rows_by_file(self) -> np.ndarray:
+        """Return all rows (N,) int64, those of boxes of the same file together, files in the order of the list."""
+        if self.boxes is None:
+            return np.arange(len(self))
+        numbers: dict[str, int] = {}
+        files = [numbers.setdefault(path, len(numbers)) for path in self.paths(np.arange(len(self)))]
+        return np.argsort(files, kind="stable")
+
     def take(self, rows: np.ndarray | slice) -> "PackedItems":
         """Return the images in the given rows."""
         return PackedItems(
