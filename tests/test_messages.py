@@ -20,7 +20,7 @@ EXEMPT = {
         fastamp.checkpoint.pickle_limits add check_pickle
         fastamp.data.datasets.csv_table _check_line _parse_box
         fastamp.data.datasets.filename_dataset find_columns
-        fastamp.data.decode _decode_full_image _pil_errors _read_full_image box_inside
+        fastamp.data.decode _content _pil_errors box_inside decode_image
         fastamp.diagnostics.smoke_train _loss
         fastamp.inference.export.calibration_images load_calibration_images""",
     "the text comes from another function, object or process": """

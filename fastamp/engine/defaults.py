@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from fastamp.engine.run_state import (
     recovery_hint,
 )
 from fastamp.engine.setup import check_links
+from fastamp.engine.speed import input_fix, peak_flops
 from fastamp.engine.stages import Stage, Stages
 from fastamp.engine.summary import summarize_run
 from fastamp.engine.train_loop import TRAINER_REGISTRY, SimpleTrainer
@@ -309,6 +311,8 @@ class DefaultTrainer(Builders):
         cfg = self.cfg
         return [
             *build_training_hooks(cfg, self.model, self.average, self.trainer.iters_per_epoch),
+            *([hooks.Profile(cfg.SOLVER.PROFILE, Path(cfg.OUTPUT_DIR) / "profile")] if cfg.SOLVER.PROFILE else []),
+            hooks.SpeedMonitor(self.model, partial(input_fix, cfg), peak=peak_flops(self.policy)),
             hooks.PeriodicWriter(cfg.LOG_PERIOD, self.writers, device=next(self.model.parameters()).device),
             self.eval_hook,
             hooks.PeriodicCheckpointer(

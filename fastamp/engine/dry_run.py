@@ -105,7 +105,10 @@ def multiply_adds(model: nn.Module, inputs: Any) -> float:
 class _DryRunTrainer(DefaultTrainer):
     """Trainer without the hooks that write files or stop the run."""
 
-    EXCLUDED = (hooks.EvalHook, hooks.PeriodicCheckpointer, hooks.PeriodicWriter, hooks.StopOnSignal)
+    EXCLUDED = (
+        *(hooks.EvalHook, hooks.PeriodicCheckpointer, hooks.PeriodicWriter, hooks.Profile, hooks.SpeedMonitor),
+        hooks.StopOnSignal,
+    )
 
     def build_hooks(self) -> list[HookBase]:
         return [hook for hook in super().build_hooks() if not isinstance(hook, self.EXCLUDED)]

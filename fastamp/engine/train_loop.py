@@ -178,7 +178,7 @@ class SimpleTrainer(TrainerBase):
         if self._batches is None:
             self._batches = iter(self.data_loader)
         batch = next(self._batches)
-        self._data_seconds += time.perf_counter() - start
+        self.data_seconds += time.perf_counter() - start
         return batch
 
     def restart_loader(self) -> None:
@@ -241,14 +241,15 @@ class SimpleTrainer(TrainerBase):
         self.metrics.latest(
             loss_scale=verdict.loss_scale, skipped_total=step.skipped_total, skipped_in_a_row=step.skipped_in_a_row
         )
-        self.metrics.average(data_time=self._data_seconds, time=time.perf_counter() - self._step_began)
+        self.step_seconds = time.perf_counter() - self._step_began
+        self.metrics.average(data_time=self.data_seconds, time=self.step_seconds)
 
     def exclude_time(self, seconds: float) -> None:
         """Subtract ``seconds``, e.g. the duration of the pre-flight, from the metric ``time`` of the current step."""
         self._step_began += seconds
 
     def _start_clock(self) -> None:
-        self._data_seconds = 0.0
+        self.data_seconds = 0.0
         self._step_began = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:

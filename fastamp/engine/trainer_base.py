@@ -28,6 +28,7 @@ class TrainerBase:
         iters_per_epoch: number of iterations in an epoch.
         labels_checksum: CRC32 of the training labels, verified on resume; None disables the check.
         images_per_batch: number of images in a batch, on all ranks.
+        step_seconds, data_seconds: time of the last step, and the part of it spent waiting for its batches, in seconds.
         processes: number of training processes.
         metrics: metrics of the current log period.
         rank_maxima: numbers that hooks such as ``StopOnSignal`` register. Their maxima over all ranks are computed in
@@ -49,6 +50,7 @@ class TrainerBase:
         self.metrics = MetricStore()
         self.rank_maxima = comm.RankMaxima()
         self.images_per_batch = 0
+        self.step_seconds = self.data_seconds = 0.0
         self.earlier_stages: list[Stage] = []
         self.set_stage("", iters_before=0, epochs_before=0, is_last=True)
 

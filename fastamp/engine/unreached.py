@@ -93,6 +93,8 @@ def _periodic_events(cfg: CfgNode, total: int) -> Iterator[str]:
     ):
         if _value(cfg, key) > length:
             yield _event(cfg, key, consequence)
+    if cfg.SOLVER.PROFILE and cfg.SOLVER.PROFILE[0] > total:
+        yield _event(cfg, "SOLVER.PROFILE", "no iteration is profiled")
 
 
 def _event(cfg: CfgNode, key: str, consequence: str) -> str:

@@ -17,6 +17,14 @@ KEYS = (
         "iteration. The last step of an epoch may use fewer batches.",
         low=1,
     ),
+    Key(
+        "SOLVER.PROFILE",
+        (),
+        "First and last iteration, counted from 1, e.g. (101, 105), of which a trace of PyTorch's profiler, a table of "
+        "operators and, on CUDA, a snapshot of the memory are written to OUTPUT_DIR/profile. Empty: no profile.",
+        of=int,
+        low=1,
+    ),
     Key("SOLVER.OPT", "Adam", "Optimizer: name of a class in torch.optim, or LAMB (requires timm)."),
     Key(
         "SOLVER.OPT_ARGS",

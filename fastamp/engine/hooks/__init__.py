@@ -10,6 +10,7 @@ from fastamp.engine.hooks.freeze import FreezeClassifier, FreezeLayers
 from fastamp.engine.hooks.learning_rate import LRScheduler
 from fastamp.engine.hooks.report import ReportHook
 from fastamp.engine.hooks.signals import StopOnSignal
+from fastamp.engine.hooks.speed import Profile, SpeedMonitor
 from fastamp.engine.hooks.writer import PeriodicWriter, console_line
 
 __all__ = [
@@ -25,8 +26,10 @@ __all__ = [
     "PeriodicCheckpointer",
     "PeriodicWriter",
     "Priority",
+    "Profile",
     "ReportHook",
     "SetEpoch",
+    "SpeedMonitor",
     "StopOnSignal",
     "console_line",
 ]

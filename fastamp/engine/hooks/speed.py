@@ -1,0 +1,144 @@
+"""Hooks that measure what limits the speed of a run: waiting for images, use of the device's peak, and a profile."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastamp.engine.hooks.base import HookBase, Priority
+from fastamp.utils import comm
+from fastamp.utils.compiled import uncompiled
+from fastamp.utils.env import peak_memory_mb
+from fastamp.utils.errors import ConfigError, writing
+
+if TYPE_CHECKING:
+    from fastamp.engine.train_loop import SimpleTrainer
+
+logger = logging.getLogger(__name__)
+
+INPUT_BOUND = 0.1
+"""Fraction of the time waiting for images above which a run is input-bound."""
+_MIN_STEPS = 10
+_TOP_OPERATORS = 10
+
+
+class SpeedMonitor(HookBase):
+    """Log the speed of a stage at its end: images/s, time waiting for images, FLOPs utilization and peak memory.
+
+    If the run waits for images more than ``INPUT_BOUND`` of the time, a warning suggests a fix. The first step of a
+    stage is not counted, because it starts the workers of the loader. Register this hook before ``PeriodicWriter``.
+
+    With ``peak``, the operations of the second step are counted, and the metric ``flops_utilization`` is the fraction
+    of the peak that a step reaches (model FLOPs utilization, Chowdhery et al. 2022, arXiv:2204.02311, appendix B; with
+    activation checkpointing, also repeated operations are counted).
+
+    Args:
+        model: model in training.
+        input_fix: function that returns what to change if the run is input-bound.
+        peak: peak of the device in FLOP/s. Default None: unknown.
+    """
+
+    trainer: "SimpleTrainer"
+    every_stage = True
+
+    def __init__(self, model: nn.Module, input_fix: Callable[[], str], *, peak: float | None = None) -> None:
+        self.model, self.input_fix, self.peak = model, input_fix, peak
+
+    def before_train(self) -> None:
+        self._steps, self._seconds, self._waited, self._flops = 0, 0.0, 0.0, 0
+        self._counting = ExitStack()
+
+    def before_step(self) -> None:
+        if self.peak and self.trainer.iter == self.trainer.start_iter + 1:
+            self._counting.enter_context(uncompiled(self.model))
+            self._counter = self._counting.enter_context(FlopCounterMode(display=False))
+
+    def after_step(self) -> None:
+        trainer = self.trainer
+        if self.peak and trainer.iter == trainer.start_iter + 1:
+            self._counting.close()
+            self._flops = self._counter.get_total_flops()
+        elif trainer.iter > trainer.start_iter:
+            self._steps += 1
+            self._seconds += trainer.step_seconds
+            self._waited += trainer.data_seconds
+            if self.peak and self._flops:
+                trainer.metrics.average(flops_utilization=self._flops / trainer.step_seconds / self.peak)
+
+    def after_train(self) -> None:
+        trainer = self.trainer
+        if self._steps < _MIN_STEPS or not self._seconds or not comm.is_main_process():
+            return
+        waiting = self._waited / self._seconds
+        batches = trainer.batches_before(trainer.iters_per_epoch) / trainer.iters_per_epoch
+        parts = [
+            f"{trainer.images_per_batch * batches * self._steps / self._seconds:.0f} images/s",
+            f"{100 * waiting:.0f} % of the time waiting for images",
+            f"peak memory {peak_memory_mb(next(self.model.parameters()).device):.0f} MiB",
+        ]
+        if self.peak and self._flops:
+            utilization = self._flops * self._steps / self._seconds / self.peak
+            parts.append(f"{100 * utilization:.0f} % of the {self.peak / 1e12:g} TFLOP/s of the device")
+        logger.info("%sspeed: %s", f"{trainer.stage_name}: " if trainer.stage_name else "", ", ".join(parts))
+        if waiting > INPUT_BOUND:
+            logger.warning(
+                "input-bound: %.0f %% of the time waiting for images\n  fix: %s", 100 * waiting, self.input_fix()
+            )
+
+
+class Profile(HookBase):
+    """Write a trace of PyTorch's profiler and, on CUDA, a snapshot of the allocated memory for some iterations.
+
+    Args:
+        iterations: first and last iteration of the last stage that is profiled, counted from 1.
+        folder: folder for ``trace.json.gz`` (for https://ui.perfetto.dev), ``operators.txt`` and, on CUDA,
+            ``memory.pickle`` (for https://pytorch.org/memory_viz).
+
+    Raises:
+        ConfigError: unless ``iterations`` are two numbers with 1 <= first <= last.
+    """
+
+    trainer: "SimpleTrainer"
+    priority = Priority.VERY_HIGH
+
+    def __init__(self, iterations: Sequence[int], folder: Path) -> None:
+        if len(iterations) != 2 or not 1 <= iterations[0] <= iterations[1]:
+            raise ConfigError(
+                f"SOLVER.PROFILE: expected the first and the last iteration, counted from 1; got {tuple(iterations)}.\n"
+                "  fix: set SOLVER.PROFILE to (first, last), e.g. (101, 105)"
+            )
+        (self.first, self.last), self.folder = iterations, folder
+        self._profiler: profile | None = None
+
+    def before_step(self) -> None:
+        if self.trainer.iter + 1 != self.first or not comm.is_main_process():
+            return
+        activities = [ProfilerActivity.CPU]
+        if self.trainer.policy.device_type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=1_000_000)  # noqa: SLF001 documented by PyTorch
+        self._profiler = profile(activities=activities, profile_memory=True, record_shapes=True)
+        self._profiler.start()
+
+    def after_step(self) -> None:
+        if self._profiler is None or self.trainer.iter + 1 < min(self.last, self.trainer.max_iter):
+            return
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self.folder / "trace.json.gz"))
+            sort = "self_cpu_time_total"
+            if self.trainer.policy.device_type == "cuda":
+                torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))  # noqa: SLF001
+                torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
+                sort = "self_device_time_total"
+            table = profiler.key_averages().table(sort_by=sort, row_limit=_TOP_OPERATORS)
+            (self.folder / "operators.txt").write_text(table, encoding="utf-8")
+        logger.info("profile of iterations %d to %d: %s", self.first, self.trainer.iter + 1, self.folder)

@@ -1,0 +1,171 @@
+import gzip
+import json
+import time
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from fastamp.amp import PrecisionPolicy
+from fastamp.config import get_cfg
+from fastamp.engine import DefaultTrainer, SimpleTrainer, speed
+from fastamp.engine.hooks import HookBase, Profile, SpeedMonitor
+from fastamp.engine.speed import input_fix, peak_flops
+from fastamp.engine.unreached import find_unreached_events
+from fastamp.utils.errors import ConfigError
+
+
+class Model(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8, bias=False)
+
+    def forward(self, batch):
+        return {"loss": super().forward(batch).sum()}
+
+
+class Seconds(HookBase):
+    """Replace the measured times of each step."""
+
+    def __init__(self, step, data):
+        self.step, self.data = step, data
+
+    def after_step(self):
+        self.trainer.step_seconds, self.trainer.data_seconds = self.step, self.data
+
+
+def train(model, *hooks, steps=20):
+    """Train on batches of 4 images."""
+    batches = iter(partial(torch.ones, 4, 8), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = SimpleTrainer(model, batches, [optimizer], policy=PrecisionPolicy("cpu", torch.float32))
+    trainer.set_data(steps, images_per_batch=4)
+    trainer.register_hooks(hooks)
+    trainer.train(0, 1, steps)
+    return trainer
+
+
+def test_a_run_that_waits_for_images_says_so_with_a_fix(caplog):
+    caplog.set_level("INFO")
+    model = Model()
+    train(model, Seconds(0.5, 0.19), SpeedMonitor(model, lambda: "more workers"))
+    (summary,) = (record for record in caplog.records if "images/s" in record.message)
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "8 images/s" in summary.message and "38 % of the time" in summary.message
+    assert "input-bound: 38 %" in warning.message and "fix: more workers" in warning.message
+
+
+@pytest.mark.parametrize("steps, data", [(20, 0.04), (5, 0.4)])
+def test_a_run_that_does_not_wait_or_is_short_gets_no_warning(steps, data, caplog):
+    caplog.set_level("INFO")
+    model = Model()
+    train(model, Seconds(0.5, data), SpeedMonitor(model, lambda: pytest.fail("asked for a fix")), steps=steps)
+    assert ["images/s" in record.message for record in caplog.records].count(True) == (steps == 20)
+
+
+def test_loops_measure_the_time_waiting_for_batches():
+    class Slow:
+        def __iter__(self):
+            while True:
+                time.sleep(0.02)
+                yield torch.ones(4, 8)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = SimpleTrainer(model, Slow(), [optimizer], policy=PrecisionPolicy("cpu", torch.float32))
+    trainer.run_step()
+    assert 0.02 <= trainer.data_seconds <= trainer.step_seconds
+
+
+def test_flops_utilization_is_that_of_the_matrix_products(caplog):
+    caplog.set_level("INFO")
+    model = Model()
+    trainer = train(model, Seconds(0.5, 0), SpeedMonitor(model, str, peak=1e6))
+    # Forward pass, and the gradient of the weights; 2 operations for each product.
+    operations = 2 * (2 * 4 * 8 * 8)
+    assert trainer.metrics.flush()["flops_utilization"] == pytest.approx(operations / 0.5 / 1e6)
+    assert any("TFLOP/s" in record.message for record in caplog.records)
+    assert "flops_utilization" not in train(model, SpeedMonitor(model, str)).metrics.flush()
+
+
+def test_counting_operations_does_not_change_the_training():
+    weights = []
+    for peak in (None, 1e12):
+        torch.manual_seed(0)
+        model = Model()
+        train(model, SpeedMonitor(model, str, peak=peak))
+        weights.append(model.weight)
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    "name, dtype, tf32, tera",
+    [
+        ("NVIDIA H200", torch.bfloat16, False, 989),
+        ("NVIDIA H100 80GB HBM3", torch.float32, True, 494),
+        ("NVIDIA H100 PCIe", torch.float16, False, 756),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, False, 19.5),
+        ("NVIDIA A10", torch.bfloat16, False, 125),
+        ("NVIDIA A10G", torch.bfloat16, False, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, False, None),
+        ("NVIDIA GeForce RTX 4090", torch.float16, False, 165.2),
+        ("AMD Instinct MI300X", torch.bfloat16, False, None),
+    ],
+)
+def test_peak_of_a_gpu(name, dtype, tf32, tera, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert peak_flops(PrecisionPolicy("cuda", dtype, tf32=tf32)) == (tera and 1e12 * tera)
+    assert peak_flops(PrecisionPolicy("cpu", dtype)) is None
+
+
+def test_the_fix_of_a_slow_input_is_one_that_is_not_yet_applied(monkeypatch):
+    monkeypatch.setattr(speed, "available_cores", lambda: 8)
+    cfg = get_cfg()
+    found = []
+    for key, value in (
+        ("DATALOADER.NUM_WORKERS", "2"),
+        ("DATALOADER.NUM_WORKERS", "8"),
+        ("INPUT.SIZE_TRAIN", "(256,)"),
+        ("DATALOADER.CACHE", "ram"),
+        ("INPUT.AUGMENT_ON", "device"),
+    ):
+        cfg.merge_from_list([key, value])
+        found.append(input_fix(cfg))
+    for text, key in zip(
+        found, ("NUM_WORKERS to 8", "DATALOADER.CACHE", "INPUT.SIZE_TRAIN", "INPUT.AUGMENT_ON", "cores"), strict=True
+    ):
+        assert key in text
+    assert len(set(found)) == len(found)
+
+
+def test_profile_writes_the_trace_of_the_chosen_iterations(tmp_path, caplog):
+    caplog.set_level("INFO")
+    train(Model(), Profile((3, 4), tmp_path / "profile"), steps=6)
+    with gzip.open(tmp_path / "profile/trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert sum(event.get("name") == "aten::linear" for event in events) == 2
+    assert "aten::" in (tmp_path / "profile/operators.txt").read_text()
+    assert any(str(tmp_path / "profile") in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("iterations", [(3,), (0, 2), (5, 4), (1, 2, 3)])
+def test_profile_of_invalid_iterations_is_an_error(iterations, tmp_path):
+    with pytest.raises(ConfigError, match=r"SOLVER\.PROFILE(.|\n)*fix:"):
+        Profile(iterations, tmp_path)
+
+
+def test_a_profile_after_the_end_is_an_unreached_event():
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.PROFILE", "(500, 600)", "SOLVER.MAX_EPOCH", "2"])
+    assert any("SOLVER.PROFILE" in event for event in find_unreached_events(cfg, 200))
+    assert not any("SOLVER.PROFILE" in event for event in find_unreached_events(cfg, 250))
+
+
+@pytest.mark.integration
+def test_a_run_writes_its_profile_and_says_how_fast_it_was(demo, tmp_path):
+    opts = ("SOLVER.PROFILE", "(2, 3)", "SOLVER.MAX_EPOCH", "3", "SOLVER.IMS_PER_BATCH", "8")
+    trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *opts))
+    trainer.train()
+    assert (tmp_path / "profile/trace.json.gz").stat().st_size
+    assert "% of the time waiting for images" in (tmp_path / "log.txt").read_text()
