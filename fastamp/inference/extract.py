@@ -107,7 +107,11 @@ def extract(
             )
         matrix, names = parts.matrix(), description["values"]
         width = parts.width - len(names)
-        images = listing.columns.take(np.setdiff1d(np.arange(len(items)), list(parts.unreadable)))
+        order = items.rows_by_file()
+        rows = order[~np.isin(order, list(parts.unreadable))]
+        if (np.diff(rows) < 0).any():
+            matrix = matrix[np.argsort(rows)]
+        images = listing.columns.take(np.sort(rows))
         values = np.ascontiguousarray(matrix[:, width:].T)
         further = {VALUE_PREFIX + name: column for name, column in zip(names, values, strict=True)}
         images = replace(images, further={**images.further, **further})
@@ -138,7 +142,7 @@ def _compute(
         sources=[listing.dataset] if listing.dataset else [],
         categories=cfg.DATASETS.CATEGORIES,
     )
-    rows = range(parts.done, total)
+    rows = listing.items.rows_by_file()[parts.done :].tolist()  # boxes of a frame one after the other
     sampler = InferenceSampler(size=len(rows), batch_size=cfg.TEST.IMS_PER_BATCH, images=rows)
     loader = TestLoader(images, sampler, num_workers=inference_workers(cfg, num_workers), device=predictor.device)
     outputs = _stored_outputs(predictor)

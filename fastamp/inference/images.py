@@ -33,19 +33,18 @@ def decode(image: Image, color: str, transforms: Transforms, least_side: int | N
     Raises:
         DataError: if the image cannot be read, or has a wrong shape or dtype.
     """
-    channels, bit_depth = transforms.channels, transforms.bit_depth
-    limits: dict[str, Any] = {"max_pixels": transforms.max_pixels, "least_side": least_side, "bit_depth": bit_depth}
+    channels = transforms.channels
     if isinstance(image, (str, os.PathLike)):
         if os.path.isdir(image):
             raise DataError(
                 f"expected an image, got the folder {os.fspath(image)}.\n"
                 "  fix: pass the files, e.g. sorted(pathlib.Path(folder).glob('*.jpg'))"
             )
-        return read_image(os.fspath(image), channels, **limits)
+        return read_image(os.fspath(image), channels, least_side=least_side, **transforms.decoding)
     if isinstance(image, (bytes, bytearray, memoryview)):
-        return decode_image(bytes(image), channels, **limits)
+        return decode_image(bytes(image), channels, least_side=least_side, **transforms.decoding)
     if isinstance(image, PIL.Image.Image):
-        return image_from_pil(image, channels, bit_depth=bit_depth)
+        return image_from_pil(image, channels, bit_depth=transforms.bit_depth)
     return with_channels(_as_tensor(image, color), channels)
 
 

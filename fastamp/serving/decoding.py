@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastamp.data.decode import decode_image, jpeg_header
+from fastamp.data.image_decoder import image_decoder
 from fastamp.data.transforms import Transforms
 from fastamp.inference.gallery_source import make_picture
 from fastamp.serving.errors import RequestError
@@ -54,6 +55,7 @@ class Decoder:
 
     def __init__(self, transforms: Transforms, seconds: float, *, pictures: bool) -> None:
         self._decode, self._seconds = partial(_decode, transforms, pictures), seconds
+        self._decoder = transforms.decoder
         self._memory = transforms.max_pixels * _BYTES_PER_PIXEL + _OTHER_BYTES
         self._threads = ThreadPoolExecutor(available_cores(), "decode")
         self._callers = ThreadPoolExecutor(min(available_cores(), _MOST_PROCESSES), "decode-process")
@@ -107,7 +109,7 @@ class Decoder:
     def _start_process(self) -> ProcessPoolExecutor:
         if self._closed:
             raise BrokenProcessPool("the service stops")
-        process = self._local.process = ProcessPoolExecutor(1, _forkserver(), _prepare, (self._memory,))
+        process = self._local.process = ProcessPoolExecutor(1, _forkserver(), _prepare, (self._memory, self._decoder))
         self._pids.add(process.submit(os.getpid).result())
         return process
 
@@ -133,9 +135,10 @@ def _forkserver() -> Any:
     return context
 
 
-def _prepare(memory: int) -> None:
+def _prepare(memory: int, decoder: str) -> None:
     """Prepare a process that decodes, and limit its memory to ``memory`` bytes more than it has (Linux)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the service ends this process
+    image_decoder(decoder)  # maps its libraries before the limit applies
     torch.set_num_threads(1)
     if sys.platform == "linux":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -144,8 +147,8 @@ def _prepare(memory: int) -> None:
 
 def _decode(transforms: Transforms, pictures: bool, content: bytes, name: str) -> _Decoded:
     """Return the preprocessed image (C, H, W) uint8, and its picture."""
-    limits: dict[str, Any] = {"max_pixels": transforms.max_pixels, "least_side": transforms.resize.least_side}
-    pixels = decode_image(content, transforms.channels, name=name, bit_depth=transforms.bit_depth, **limits)
+    least_side = transforms.resize.least_side
+    pixels = decode_image(content, transforms.channels, name=name, least_side=least_side, **transforms.decoding)
     picture = make_picture(pixels) if pictures else None
     return transforms.resize(pixels).contiguous().numpy(), picture
 

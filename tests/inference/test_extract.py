@@ -18,6 +18,7 @@ from fastamp import Predictor
 from fastamp.cli import extract as command
 from fastamp.cli import main, search
 from fastamp.data import build_reid_test_loader
+from fastamp.data import decode as decode_module
 from fastamp.data.build import build_dataset
 from fastamp.engine import DefaultTrainer
 from fastamp.inference import image_folder, partial_rows
@@ -100,6 +101,35 @@ def test_extraction_of_a_csv_file_stores_identity_names_and_boxes(predictor, ima
     assert found.images.boxes.tolist() == [[0, 0, 9, 20], [4, 4, 9, 30]]
     other = list_images(f"csv:{listed}", predictor.cfg)
     assert [item.path for item in other.items] == found.images.paths.tolist()
+
+
+def test_extraction_reads_the_boxes_of_a_frame_together(predictor, images, tmp_path, monkeypatch):
+    """The rows keep the order of the list, without those of an unreadable frame, also after an interruption."""
+    (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8\xff")
+    frames = [*sorted(images.rglob("[0-9].jpg"))[:3], tmp_path / "broken.jpg"]
+    rows = [(frames[number % 4], number % 5, 6 + number) for number in range(20)]
+    lines = [f"{path},p{number},1,{left},0,{left + 9},{bottom}" for number, (path, left, bottom) in enumerate(rows)]
+    listed = tmp_path / "mine.csv"
+    listed.write_text("\n".join(["path,pid,camid,x0,y0,x1,y1", *lines]))
+    read, decode = [], decode_module.decode_image
+    monkeypatch.setattr(
+        decode_module,
+        "decode_image",
+        lambda content, *args, **kw: read.append(kw["name"]) or decode(content, *args, **kw),
+    )
+    with monkeypatch.context() as patch:
+        killed_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            extract(predictor, listed, tmp_path / "out.npz", skip_corrupt=True, num_workers=0)
+    found, skipped = extract(predictor, listed, tmp_path / "out.npz", skip_corrupt=True, num_workers=0)
+    assert len(skipped) == 5 and all("broken.jpg" in message for message in skipped)
+    assert max(map(read.count, map(str, frames[:3]))) <= 2  # again after the interruption
+    kept = [number for number in range(20) if number % 4 != 3]
+    assert found.images.pids.tolist() == [f"p{number}" for number in kept]
+    for row, number in enumerate(kept):
+        path, left, bottom = rows[number]
+        expected = predictor.features(str(path), boxes=[(left, 0, left + 9, bottom)])
+        assert np.allclose(found.matrix[row], expected[0].numpy(), rtol=1e-4, atol=1e-6)
 
 
 def killed_after(number, monkeypatch):
