@@ -117,7 +117,8 @@ def _config_from_checkpoint(content: Any, checkpoint: Path, device: str, opts: S
     """Read the config from a checkpoint, and adapt the config for inference with the checkpoint's weights."""
     cfg = get_cfg(plugin)
     merge_from_checkpoint(cfg, content, checkpoint)
-    cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", 0, "MODEL.COMPILE", "off", *opts])
+    cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", 0, "MODEL.COMPILE", "off"])
+    cfg.merge_from_list(opts)
     cfg.merge_from_list(["MODEL.WEIGHTS", str(checkpoint)])
     cfg.freeze()
     return cfg
@@ -127,7 +128,8 @@ def _with_options(cfg: CfgNode, device: str | None, opts: Sequence[str]) -> CfgN
     """Copy a config, set the device and the KEY VALUE pairs in the copy, and freeze the copy."""
     cfg = cfg.clone()
     cfg.defrost()
-    cfg.merge_from_list([*(["MODEL.DEVICE", device] if device else []), *opts])
+    cfg.merge_from_list(["MODEL.DEVICE", device] if device else [])
+    cfg.merge_from_list(opts)
     cfg.freeze()
     return cfg
 
