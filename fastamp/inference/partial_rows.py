@@ -48,12 +48,12 @@ class PartialRows:
         try:
             self._check_folder()  # again, now that the lock keeps other extractions out
             self._continue(self._state() or {})
+            self._save_state()  # before the rows, which are those of an extraction only with a state
             self._file = os.fdopen(os.open(self._rows, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
             self._file.truncate(4 * self.width * len(self))
             self._file.seek(0, os.SEEK_END)
-            self.save()
         except BaseException:
-            unlock_folder(folder)
+            self._unlock()
             raise
 
     def __enter__(self) -> "PartialRows":
@@ -67,6 +67,10 @@ class PartialRows:
             with suppress(OSError):
                 for path in (*self.folder.glob(_UNFINISHED), self._rows, self.folder / _STATE):
                     path.unlink(missing_ok=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Unlock the folder, and delete it if it is empty."""
         unlock_folder(self.folder)
         with suppress(OSError):  # contains files, or another extraction has started
             self.folder.rmdir()
@@ -126,6 +130,9 @@ class PartialRows:
         """Save the rows so far."""
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._save_state()
+
+    def _save_state(self) -> None:
         state = {"done": self.done, "width": self.width, "unreadable": [*self.unreadable.items()]}
         content = json.dumps({**self._description, **state}).encode()
         write_atomically(self.folder / _STATE, lambda file: file.write(content))

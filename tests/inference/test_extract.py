@@ -369,11 +369,12 @@ def test_extraction_and_search_name_a_folder_that_is_not_writable(predictor, ima
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
 
 
-def test_extraction_raises_and_leaves_no_files_if_disk_is_full(predictor, images, tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", ["PartialRows.append", "write_atomically"])
+def test_extraction_raises_and_leaves_no_files_if_disk_is_full(predictor, images, tmp_path, monkeypatch, part):
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(partial_rows.PartialRows, "append", full)
+    monkeypatch.setattr(f"fastamp.inference.partial_rows.{part}", full)
     with pytest.raises(ConfigError, match=r"out\.npz.*No space left"):
         extract(predictor, images, tmp_path / "out.npz")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
