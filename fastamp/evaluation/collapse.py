@@ -145,12 +145,14 @@ def _equal_to_another_identity(sides: tuple[torch.Tensor, ...], pids: np.ndarray
 def _hashes(sides: tuple[torch.Tensor, ...], rows: torch.Tensor, step: int) -> np.ndarray:
     """Hash every ``step``-th column of the R ``rows`` (sorted indices into the concatenated sets) to (R,) int64."""
     generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (len(range(0, sides[0].shape[1], step)),), generator=generator) * 2 + 1
+    count = 2 * len(range(0, sides[0].shape[1], step))
+    factors = torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
     hashes, start = [], 0
     for side in sides:
         side_rows = rows[(rows >= start) & (rows < start + len(side))] - start
         start += len(side)
         for part in side_rows.split(_BLOCK_ROWS):
             numbers = side[part.to(side.device), ::step].cpu().double() + 0.0  # maps -0 to 0
-            hashes.append((numbers.view(torch.int64) * factors).sum(1))
+            # Two halves of each number: a product with all 64 bits has as many zeros at the end as the number.
+            hashes.append((numbers.contiguous().view(torch.int32) * factors).sum(1))
     return torch.cat(hashes).numpy()

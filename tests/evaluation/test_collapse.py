@@ -1,5 +1,6 @@
 """Tests of collapse detection: warnings for collapsed features, and none for valid features."""
 
+import numpy as np
 import pytest
 import torch
 from naive_ranking import protocol_of, random_set
@@ -128,3 +129,13 @@ def test_features_that_differ_only_in_unprobed_columns_count_as_distinct(few, mo
     rows = torch.cat((queries, gallery)).numpy()
     equal = (rows[:, None] == rows).all(2) & (pids[:, None] != pids)
     assert collapse._equal_to_another_identity((queries, gallery), pids) == equal.any(1).sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("stored", [torch.float32, torch.float64])
+def test_distinct_features_of_few_bits_count_as_distinct(dtype, stored):
+    features = torch.randn(4000, 32, generator=torch.Generator().manual_seed(0)).to(dtype).to(stored)
+    pids = np.arange(len(features))
+    assert collapse._equal_to_another_identity((features[:1000], features[1000:]), pids) == 0
+    features[3000] = features[0]
+    assert collapse._equal_to_another_identity((features[:1000], features[1000:]), pids) == 2
