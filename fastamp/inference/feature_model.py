@@ -173,10 +173,15 @@ class FeatureModel(ABC):
 
         Returns:
             The paths of M images, their features (M, D), and the errors of the others, one line each.
+
+        Raises:
+            DataError: if there are no paths.
         """
         try:
             return [*paths], self.require_features(paths), []
         except DataError as error:
+            if not paths:
+                raise
             if len(paths) == 1:
                 return [], torch.empty(0), [summarize_error(error)]
         half = len(paths) // 2

@@ -23,6 +23,7 @@ from fastamp.cli import compare as compare_command
 from fastamp.cli import gallery as command
 from fastamp.cli import search as search_command
 from fastamp.data.build import build_dataset
+from fastamp.data.decode import MAX_PIXELS
 from fastamp.inference.export import export
 from fastamp.inference.extract import extract
 from fastamp.inference.gallery_source import Adding, add_images
@@ -551,6 +552,19 @@ def test_extracted_features_are_added_without_the_model(demo, predictor, tmp_pat
         assert set(found.images.cameras[0]) == ({camera} if source == extraction.path else set())
     with pytest.raises(ConfigError, match="no times"):
         predictor.search(extraction.images.paths[0], extraction.path, conditions=Conditions(after=0.0))
+
+
+def test_images_that_only_the_model_accepts_are_added_with_pictures(predictor, tmp_path, monkeypatch):
+    monkeypatch.setattr(predictor, "transforms", predictor.transforms._replace(max_pixels=2 * MAX_PIXELS))
+    PIL.Image.new("L", (10_001, MAX_PIXELS // 10_000)).save(tmp_path / "large.jpg")
+    assert add_images(tmp_path / "a.gallery", [str(tmp_path / "large.jpg")], predictor) == (1, 0, [])
+    gallery = MutableGallery(tmp_path / "a.gallery")
+    assert gallery.picture(gallery.items[0].id)
+
+
+def test_readable_features_of_no_images_raise(predictor):
+    with pytest.raises(DataError):
+        predictor.readable_features([])
 
 
 @pytest.mark.parametrize("replace", [False, True])
