@@ -85,18 +85,21 @@ class TrainerBase:
         self.start_iter, self.iters_per_epoch = start_iter, iters_per_epoch
         self.move_to(start_iter, max_epoch)
         self.call_hooks("before_train")
-        for iteration in range(start_iter, self.max_iter):
-            self.move_to(iteration, max_epoch)
-            if self.iter == start_iter or self.iter % iters_per_epoch == 0:
-                if self.prepare_epoch():
-                    self.restart_loader()
-                self.call_hooks("before_epoch")
-            self.rank_maxima.discard()  # run_step may be overridden and compute no verdict
-            with self.step_context():
-                self.run_step()
-            if (self.iter + 1) % iters_per_epoch == 0:
-                self.call_hooks("after_epoch")
-        self.call_hooks("after_train")
+        try:
+            for iteration in range(start_iter, self.max_iter):
+                self.move_to(iteration, max_epoch)
+                if self.iter == start_iter or self.iter % iters_per_epoch == 0:
+                    if self.prepare_epoch():
+                        self.restart_loader()
+                    self.call_hooks("before_epoch")
+                self.rank_maxima.discard()  # run_step may be overridden and compute no verdict
+                with self.step_context():
+                    self.run_step()
+                if (self.iter + 1) % iters_per_epoch == 0:
+                    self.call_hooks("after_epoch")
+            self.call_hooks("after_train")
+        finally:
+            self.call_hooks("close")
 
     def prepare_epoch(self) -> bool:
         """Prepare the data of the current epoch, e.g. pseudo labels; called before ``before_epoch`` of the hooks.

@@ -37,6 +37,7 @@ class HookBase:
                 after_step()
             after_epoch()
         after_train()
+        close()
 
     After a resume in the middle of an epoch, ``before_epoch`` is called again for that epoch. A trainer that overrides
     ``run_step`` must call ``before_forward`` and ``after_backward`` itself. Outside ``train``, ``run_step`` calls the
@@ -59,6 +60,9 @@ class HookBase:
 
     def after_train(self) -> None:
         """Called after the last iteration of a stage. Not called after an error or an interruption."""
+
+    def close(self) -> None:
+        """Called at the end of a stage, also after an error or an interruption since ``before_train``."""
 
     def before_epoch(self) -> None:
         """Called before the first iteration of an epoch."""

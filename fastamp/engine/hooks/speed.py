@@ -32,7 +32,8 @@ class SpeedMonitor(HookBase):
     """Log the speed of a stage at its end: images/s, time waiting for images, FLOPs utilization and peak memory.
 
     If the run waits for images more than ``INPUT_BOUND`` of the time, a warning suggests a fix. The first step of a
-    stage is not counted, because it starts the workers of the loader. Register this hook before ``PeriodicWriter``.
+    stage is not counted, because it starts the workers of the loader. Nothing is logged for a loop that does not set
+    ``step_seconds``. Register this hook before ``PeriodicWriter``.
 
     With ``peak``, the operations of the second step are counted, and the metric ``flops_utilization`` is the fraction
     of the peak that a step reaches (model FLOPs utilization, Chowdhery et al. 2022, arXiv:2204.02311, appendix B; with
@@ -68,8 +69,11 @@ class SpeedMonitor(HookBase):
             self._steps += 1
             self._seconds += trainer.step_seconds
             self._waited += trainer.data_seconds
-            if self.peak and self._flops:
+            if self.peak and self._flops and trainer.step_seconds:
                 trainer.metrics.average(flops_utilization=self._flops / trainer.step_seconds / self.peak)
+
+    def close(self) -> None:
+        self._counting.close()
 
     def after_train(self) -> None:
         trainer = self.trainer
@@ -115,6 +119,7 @@ class Profile(HookBase):
             )
         (self.first, self.last), self.folder = iterations, folder
         self._profiler: profile | None = None
+        self._running = ExitStack()
 
     def before_step(self) -> None:
         if self.trainer.iter + 1 != self.first or not comm.is_main_process():
@@ -122,23 +127,28 @@ class Profile(HookBase):
         activities = [ProfilerActivity.CPU]
         if self.trainer.policy.device_type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=1_000_000)  # noqa: SLF001 documented by PyTorch
+            record = torch.cuda.memory._record_memory_history  # noqa: SLF001 documented by PyTorch
+            record(max_entries=1_000_000)
+            self._running.callback(record, enabled=None)
         self._profiler = profile(activities=activities, profile_memory=True, record_shapes=True)
         self._profiler.start()
+        self._running.callback(self._profiler.stop)
 
     def after_step(self) -> None:
         if self._profiler is None or self.trainer.iter + 1 < min(self.last, self.trainer.max_iter):
             return
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
+        profiler, self._profiler, sort = self._profiler, None, "self_cpu_time_total"
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(self.folder / "trace.json.gz"))
-            sort = "self_cpu_time_total"
             if self.trainer.policy.device_type == "cuda":
                 torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))  # noqa: SLF001
-                torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
                 sort = "self_device_time_total"
+            self._running.close()
+            profiler.export_chrome_trace(str(self.folder / "trace.json.gz"))
             table = profiler.key_averages().table(sort_by=sort, row_limit=_TOP_OPERATORS)
             (self.folder / "operators.txt").write_text(table, encoding="utf-8")
         logger.info("profile of iterations %d to %d: %s", self.first, self.trainer.iter + 1, self.folder)
+
+    def close(self) -> None:
+        self._profiler = None
+        self._running.close()  # a profiler that runs at the end of the process crashes it

@@ -7,11 +7,12 @@ import pytest
 import tiny
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
 from fastamp.engine import DefaultTrainer, SimpleTrainer, speed
-from fastamp.engine.hooks import HookBase, Profile, SpeedMonitor
+from fastamp.engine.hooks import HookBase, Priority, Profile, SpeedMonitor
 from fastamp.engine.speed import input_fix, peak_flops
 from fastamp.engine.unreached import find_unreached_events
 from fastamp.utils.errors import ConfigError
@@ -35,11 +36,31 @@ class Seconds(HookBase):
         self.trainer.step_seconds, self.trainer.data_seconds = self.step, self.data
 
 
-def train(model, *hooks, steps=20):
+class Interrupt(HookBase):
+    """Raise an error at a moment of the second iteration; ``priority`` is that of ``StopOnSignal``."""
+
+    priority = Priority.LOW
+
+    def __init__(self, moment):
+        vars(self)[moment] = self.interrupt
+
+    def interrupt(self, *_):
+        if self.trainer.iter == 1:
+            raise InterruptedError
+
+
+class OwnStep(SimpleTrainer):
+    """Loop without the metrics and times of ``SimpleTrainer``."""
+
+    def run_step(self):
+        self.model(self.next_batch())["loss"].backward()
+
+
+def train(model, *hooks, steps=20, kind=SimpleTrainer):
     """Train on batches of 4 images."""
     batches = iter(partial(torch.ones, 4, 8), None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = SimpleTrainer(model, batches, [optimizer], policy=PrecisionPolicy("cpu", torch.float32))
+    trainer = kind(model, batches, [optimizer], policy=PrecisionPolicy("cpu", torch.float32))
     trainer.set_data(steps, images_per_batch=4)
     trainer.register_hooks(hooks)
     trainer.train(0, 1, steps)
@@ -97,6 +118,26 @@ def test_counting_operations_does_not_change_the_training():
         train(model, SpeedMonitor(model, str, peak=peak))
         weights.append(model.weight)
     assert torch.equal(*weights)
+
+
+def test_a_loop_that_measures_no_time_trains(caplog):
+    caplog.set_level("INFO")
+    model = Model()
+    trainer = train(model, SpeedMonitor(model, str, peak=1e12), kind=OwnStep)
+    assert trainer.iter == 19 and "flops_utilization" not in trainer.metrics.flush()
+    assert not any("images/s" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("moment", ["before_step", "before_forward", "after_step"])
+def test_an_interrupted_run_stops_counting_and_profiling(moment, tmp_path, monkeypatch):
+    stopped = []
+    monkeypatch.setattr(torch.profiler.profile, "stop", lambda profiler: stopped.append(profiler))
+    monkeypatch.setattr(torch.profiler.profile, "start", lambda profiler: None)
+    model = Model()
+    with pytest.raises(InterruptedError):
+        train(model, SpeedMonitor(model, str, peak=1e12), Profile((1, 3), tmp_path / "profile"), Interrupt(moment))
+    assert len(stopped) == 1 and not list(tmp_path.iterdir())
+    assert _get_current_dispatch_mode() is None
 
 
 @pytest.mark.parametrize(
