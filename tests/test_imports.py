@@ -1,5 +1,6 @@
 """Tests of packages that must be imported lazily."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,21 @@ def test_modules_of_fastreid_can_be_imported_first():
     found = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, cwd=ROOT)
     assert found.returncode == 0, found.stderr
     assert {"fastamp.fastreid.utils.comm", "fastamp.fastreid.layers"} <= {*modules}
+
+
+def test_scripts_import_names_that_exist():
+    files = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "projects").rglob("*.py")]
+    nodes = [(file, node) for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    imports = [(file, node) for file, node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    names = {
+        (file, node.module, alias.name)
+        for file, node in imports
+        if node.module.partition(".")[0] == "fastamp"
+        for alias in node.names
+    }
+    missing = [
+        f"{file.relative_to(ROOT)}: {module}.{name}"
+        for file, module, name in sorted(names)
+        if not hasattr(__import__(module, fromlist=[name]), name)  # also imports a module of this name
+    ]
+    assert names and not missing

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from fastamp.inference.evaluate_features import check, compute
 from fastamp.retrieval.features import Features
 from fastamp.retrieval.features_file import read_features, write_features
 from fastamp.retrieval.model_id import ModelId
-from fastamp.utils.errors import ConfigError, DataError, NoMatchError
+from fastamp.utils.errors import ConfigError, DataError, NoMatchError, writing
 from fastamp.utils.logger import setup_logger
 
 _BLOCK = 4096
@@ -88,10 +89,13 @@ def write_ensemble(members: Sequence[Features], weights: Sequence[float], out: P
     """
     first = members[0]
     rows = [rows_of(first, member) for member in members]
-    matrix = np.concatenate([*scaled_blocks(members, rows, weights, normalize=metric == "cosine")])
     names = [" + ".join(vars(member.model)[name] for member in members) for name in ("config_hash", "checkpoint")]
     images = replace(first.images, boxes=None, cameras=None, further={})
-    write_features(Features(out, matrix, images, ModelId(matrix.shape[1], metric, *names)))
+    width = sum(member.model.width for member in members)
+    with writing(out), TemporaryFile(dir=out.parent) as file:  # the matrix may be larger than the memory
+        file.writelines(scaled_blocks(members, rows, weights, normalize=metric == "cosine"))
+        matrix = np.memmap(file, np.float32, "r", shape=(len(first), width))
+        write_features(Features(out, matrix, images, ModelId(width, metric, *names)))
 
 
 def read_weights(text: str, count: int) -> list[float]:

@@ -81,8 +81,8 @@ def add_images(
     def item(path: str) -> Item:
         picture = None
         if given.pictures:
-            limits = {"max_pixels": model.transforms.max_pixels, "least_side": _PICTURE_SIDE}
-            picture = make_picture(read_image(path, bit_depth=None, **limits))
+            limit = model.transforms.max_pixels
+            picture = make_picture(read_image(path, max_pixels=limit, least_side=_PICTURE_SIDE, bit_depth=None))
         return Item(id_of_path(gallery, path), Path(path).name, given.identity, given.camera, given.time, picture)
 
     def load(rows: list[int]) -> _Loaded:

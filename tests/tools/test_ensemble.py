@@ -1,5 +1,6 @@
 """Ensemble of files of features: distances, order of images, and bad input."""
 
+import tracemalloc
 from pathlib import Path
 
 import ensemble
@@ -48,6 +49,18 @@ def test_distances_of_the_ensemble_are_the_weighted_mean(tmp_path, metric):
     if metric == "cosine":
         expected = expected / 4
     torch.testing.assert_close(distances(both["features"], metric), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_ensemble_is_written_in_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(ensemble, "_BLOCK", 100)
+    members = [member(0, width=4096, count=4000)]
+    tracemalloc.start()
+    ensemble.write_ensemble(members, [1.0], tmp_path / "out.npz", metric="euclidean")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < members[0].matrix.nbytes * 2 / 3
+    assert np.array_equal(np.load(tmp_path / "out.npz")["features"], members[0].matrix)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.npz"]
 
 
 def test_files_of_other_images_or_identities_are_data_errors(tmp_path):

@@ -13,9 +13,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 import numpy as np
 import torch
@@ -26,9 +25,9 @@ from fastamp.retrieval.features_file import read_features
 from fastamp.retrieval.npz import write_arrays
 from fastamp.retrieval.open_gallery import with_index
 from fastamp.retrieval.search import search as search_gallery
-from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.env import peak_memory_mb
 
+KINDS = "flat", "ivf", "hnsw"
 INNER_WIDTH = 128
 CAMERAS = 8
 # Lengths of the components that are added to the center, which has length 1; the last is isotropic.
@@ -66,15 +65,12 @@ def generate(folder: Path, identities: int, images: int, width: int, queries: in
     count, source = identities * images, Images(identities, width)
     pids = source.random.permutation(np.repeat(np.arange(identities), images))
 
-    def blocks() -> Iterator[np.ndarray]:
-        for start in range(0, count, BLOCK):
-            yield source.of(pids[start : start + BLOCK])
-
     columns = {"paths": np.array([f"images/{number:08d}.jpg" for number in range(count)]), "pids": pids}
     columns |= {"camids": np.zeros(count, np.int64)}
     columns |= {"config_hash": np.array("0"), "checkpoint": np.array("generated"), "metric": np.array("cosine")}
-    with (folder / "gallery.npz").open("wb") as file:
-        write_arrays(file, {"features": np.concatenate([*blocks()])} | columns)
+    with TemporaryFile(dir=folder) as rows, (folder / "gallery.npz").open("wb") as file:
+        rows.writelines(source.of(pids[start : start + BLOCK]) for start in range(0, count, BLOCK))
+        write_arrays(file, {"features": np.memmap(rows, np.float32, "r", shape=(count, width))} | columns)
     np.save(folder / "queries.npy", source.of(source.random.integers(0, identities, queries)))
 
 
@@ -148,7 +144,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=20, help="images per identity (default: %(default)s)")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--queries", type=int, default=1000)
-    parser.add_argument("--kinds", nargs="+", choices=INDEX_KINDS, default=list(INDEX_KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--nprobe", type=int, nargs="+", default=[], help="efforts of IVF (default: that of the index)")
     parser.add_argument(
         "--ef-search", type=int, nargs="+", default=[], help="efforts of HNSW (default: that of the index)"
@@ -166,7 +162,7 @@ def main() -> None:
     with TemporaryDirectory(dir=args.folder) as temporary:
         generate(Path(temporary), args.identities, args.images, args.width, args.queries)
         rows = []
-        for kind in sorted(args.kinds, key=INDEX_KINDS.index):
+        for kind in sorted(args.kinds, key=KINDS.index):
             print(f"{kind}: building", file=sys.stderr)
             built = in_own_process("--folder", temporary, "--step", "build", kind)
             print(f"{kind}: {built}", file=sys.stderr)
