@@ -1,5 +1,6 @@
 """Peak speeds of GPUs, and what to change if a training run waits for its images."""
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -43,9 +44,9 @@ def peak_flops(policy: PrecisionPolicy) -> float | None:
 
 def input_fix(cfg: CfgNode) -> str:
     """Return the change that most likely speeds up the images of a training run."""
-    key, cores = "DATALOADER.NUM_WORKERS", available_cores()
+    cores = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if cores > cfg.DATALOADER.NUM_WORKERS:
-        return f"set {key} to {cores}, the number of available CPU cores"
+        return f"set DATALOADER.NUM_WORKERS to {cores}, the number of available CPU cores of each process"
     if cfg.DATALOADER.CACHE == "none" and len(cfg.INPUT.SIZE_TRAIN) == 2:
         return "set DATALOADER.CACHE to disk or ram, so that each image is decoded and resized once"
     if cfg.DATALOADER.CACHE == "none":

@@ -180,6 +180,15 @@ def test_the_fix_of_a_slow_input_is_one_that_is_not_yet_applied(monkeypatch):
     assert len(set(found)) == len(found)
 
 
+def test_processes_on_a_machine_share_its_cores_for_workers(monkeypatch):
+    monkeypatch.setattr(speed, "available_cores", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    cfg = get_cfg()
+    for workers, expected in (("1", "NUM_WORKERS to 2"), ("2", "DATALOADER.CACHE")):
+        cfg.merge_from_list(["DATALOADER.NUM_WORKERS", workers])
+        assert expected in input_fix(cfg)
+
+
 def test_profile_writes_the_trace_of_the_chosen_iterations(tmp_path, caplog):
     caplog.set_level("INFO")
     train(Model(), Profile((3, 4), tmp_path / "profile"), steps=6)
