@@ -256,7 +256,7 @@ class MutableGallery(Gallery, AbstractContextManager["MutableGallery"]):
 
     def _load(self) -> None:
         """Read all items into memory."""
-        self._version = self._store.version
+        version = self._store.version
         self._buffer = np.empty((0, self.model.width), np.float32)
         self.items: list[Item] = []
         self._numbers: list[int] = []
@@ -268,6 +268,7 @@ class MutableGallery(Gallery, AbstractContextManager["MutableGallery"]):
             count += len(items)
         if not count == len(self._row_of_id) == len(self._row_of_number):
             raise self._store.damaged("ids or numbers of items repeat")
+        self._version = version  # not if reading failed, so that it is tried again
 
     @property
     def _matrix(self) -> np.ndarray:

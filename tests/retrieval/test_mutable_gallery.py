@@ -562,6 +562,20 @@ def test_images_that_only_the_model_accepts_are_added_with_pictures(predictor, t
     assert gallery.picture(gallery.items[0].id)
 
 
+def test_a_gallery_whose_reading_failed_is_read_again(tmp_path, monkeypatch):
+    gallery = MutableGallery(tmp_path / "a.gallery", model())
+    MutableGallery(tmp_path / "a.gallery").add([Item("a"), Item("b")], np.eye(2, WIDTH))  # as another process
+
+    def failing():
+        raise WriteError("the database is locked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gallery._store, "read", failing)
+        with pytest.raises(WriteError):
+            search(np.eye(1, WIDTH), gallery, 2)
+    assert search(np.eye(1, WIDTH), gallery, 2).images.further["id"].tolist() == [["a", "b"]]
+
+
 def test_readable_features_of_no_images_raise(predictor):
     with pytest.raises(DataError):
         predictor.readable_features([])
