@@ -65,9 +65,9 @@ def add_routes(router: APIRouter, service: Service) -> None:
 
     @router.get("/gallery/items", tags=["gallery"], summary="Items of the gallery")
     async def items(offset: Annotated[int, Query(ge=0)] = 0, limit: Limit = default_limit) -> schemas.Items:
-        found = await service.in_gallery(lambda gallery: [*gallery.items])
-        chosen = [schemas.ItemOut(**item.texts()) for item in found[offset : offset + limit]]
-        return schemas.Items(total=len(found), items=chosen)
+        rows = slice(offset, offset + limit)
+        total, found = await service.in_gallery(lambda gallery: (len(gallery), gallery.items[rows]))
+        return schemas.Items(total=total, items=[schemas.ItemOut(**item.texts()) for item in found])
 
     @router.post(
         "/gallery/items",
