@@ -21,7 +21,7 @@ from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.image_folder import open_source
-from fastamp.inference.images import COLORS, Boxes, Image, Images, as_list, decode
+from fastamp.inference.images import COLORS, Boxes, Image, Images, as_list, decode, has_pixels
 from fastamp.inference.outputs import OUTPUT_REGISTRY, PredictorOutput
 from fastamp.inference.search_terms import SearchTerm
 from fastamp.inference.similarity import Comparison, sample_pair_scores
@@ -140,18 +140,17 @@ class FeatureModel(ABC):
             DataError, ConfigError: see ``Predictor.features``; also DataError if the image has no pixels.
         """
         check_choice("color", color, COLORS)
-        pixels = self._load(as_list([image])[0], color)
-        if pixels is None:
+        (image,) = as_list([image])
+        if not has_pixels(image):
             raise DataError(
                 f"the image has no pixels: it is a {type(image).__name__} of size 0.\n"
                 "  fix: pass an image of at least 1 x 1 pixels"
             )
-        return pixels
+        return self._load(image, color)
 
-    def _load(self, image: Image, color: str) -> Tensor | None:
-        """Decode and resize an image to (C, H, W) uint8; return None if it has no pixels."""
-        pixels = decode(image, color, self.transforms, self.transforms.resize.least_side)
-        return self.transforms.resize(pixels) if pixels.numel() else None
+    def _load(self, image: Image, color: str) -> Tensor:
+        """Decode and resize an image to (C, H, W) uint8."""
+        return self.transforms.resize(decode(image, color, self.transforms, self.transforms.resize.least_side))
 
     @abstractmethod
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:

@@ -48,6 +48,18 @@ def decode(image: Image, color: str, transforms: Transforms, least_side: int | N
     return with_channels(_as_tensor(image, color), channels)
 
 
+def has_pixels(image: Image) -> bool:
+    """Return False for a PIL image, an array or a tensor of size 0, such as a box outside its frame.
+
+    Raises:
+        DataError: if an array or a tensor of size 0 has a wrong shape or dtype.
+    """
+    if isinstance(image, (np.ndarray, Tensor)) and 0 in image.shape:
+        _check_layout(image)
+        return False
+    return not isinstance(image, PIL.Image.Image) or 0 not in image.size
+
+
 def list_or_crop(images: Images, boxes: Any, color: str, transforms: Transforms) -> tuple[list[Any], str]:
     """Return a list of the images, or of boxes in the only image, see ``crop_boxes``; and their channel order.
 

@@ -25,7 +25,7 @@ from fastamp.feature_pass import Forward, call_model, collect_features
 from fastamp.inference.config_hash import hash_of_features
 from fastamp.inference.extract import extract
 from fastamp.inference.feature_model import FeatureModel, ImageOptions
-from fastamp.inference.images import Boxes, Image, Images, as_list, list_or_crop
+from fastamp.inference.images import Boxes, Image, Images, as_list, has_pixels, list_or_crop
 from fastamp.inference.model_inputs import ModelInputs
 from fastamp.inference.outputs import OUTPUT_REGISTRY
 from fastamp.modeling import load_model
@@ -208,10 +208,11 @@ class Predictor(FeatureModel):
     ) -> Tensor:
         """Compute the outputs (N, width) of ``forward`` for images, by default as wide as the features."""
         images, color = list_or_crop(images, boxes, color, self.transforms)
-        inputs, kept = self.inputs.of_images(len(images), **labels), list[int]()
-        starts = range(0, len(images), self.batch_size)
+        inputs = self.inputs.of_images(len(images), **labels)
+        kept = [number for number, image in enumerate(images) if has_pixels(image)]
+        starts = range(0, len(kept), self.batch_size)
 
-        def load(number: int) -> Tensor | None:
+        def load(number: int) -> Tensor:
             try:
                 return self._load(images[number], color)
             except DataError as error:
@@ -223,23 +224,16 @@ class Predictor(FeatureModel):
 
         def batches(pool: ThreadPoolExecutor) -> Iterator[Batch]:
             for start in track(starts, len(starts), "extracting features") if len(starts) > 1 else starts:
-                numbers = range(start, min(start + self.batch_size, len(images)))
-                loaded = zip(numbers, read_in_threads(pool, load, numbers, name), strict=True)
-                readable = {number: image for number, image in loaded if image is not None}
-                kept.extend(readable)
-                if readable:
-                    batch: Batch = {name: values[list(readable)] for name, values in inputs.items()}
-                    yield batch | {"images": self.transforms.stack(list(readable.values()))}
+                numbers = kept[start : start + self.batch_size]
+                batch: Batch = {name: values[numbers] for name, values in inputs.items()}
+                yield batch | {"images": self.transforms.stack([*read_in_threads(pool, load, numbers, name)])}
 
         with decoding_pool() as pool:
             features = self.compute(batches(pool), forward=forward)
-        if len(kept) == len(images) > 0:
-            return features
         result = torch.full((len(images), features.shape[1] or width or self.feature_dim), torch.nan)
         if kept:
             result[kept] = features
-        empty = sorted(set(range(len(images))) - set(kept))
-        if empty:
+        if empty := sorted({*range(len(images))} - {*kept}):
             listed = ", ".join(map(str, empty[:_MAX_LISTED])) + ", ..." * (len(empty) > _MAX_LISTED)
             logger.warning(
                 "%d of %d %s have no pixels, so their features are NaN; indices: %s.\n"

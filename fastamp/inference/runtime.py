@@ -20,7 +20,7 @@ from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.ranking_rule import PROTOCOL_REGISTRY
 from fastamp.inference.exported_metadata import read_metadata, unusable
 from fastamp.inference.feature_model import FeatureModel
-from fastamp.inference.images import Boxes, Image, list_or_crop
+from fastamp.inference.images import Boxes, Image, has_pixels, list_or_crop
 from fastamp.inference.sessions import Session, open_onnx, open_openvino, open_tflite
 from fastamp.utils.errors import ConfigError, DataError, WeightsError, optional_package
 from fastamp.utils.files import check_not_device, expand
@@ -135,12 +135,10 @@ class ExportedModel(FeatureModel):
         later = color == "bgr" and self.transforms.channels == 3 and all(map(_is_color_array, contents))
         color = "rgb" if later else color
         features = np.full((len(contents), self.feature_dim), np.nan, np.float32)
-        for start in range(0, len(contents), _BATCH):
-            loaded = [self._load(image, color) for image in contents[start : start + _BATCH]]
-            pixels = [image for image in loaded if image is not None]
-            if pixels:
-                rows = [row for row, image in enumerate(loaded, start) if image is not None]
-                features[rows] = self._compute(pixels, reverse=later)
+        kept = [row for row, image in enumerate(contents) if has_pixels(image)]
+        for start in range(0, len(kept), _BATCH):
+            rows = kept[start : start + _BATCH]
+            features[rows] = self._compute([self._load(contents[row], color) for row in rows], reverse=later)
         return torch.from_numpy(features)
 
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
