@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         gallery = open_source(path, model, **how)
         group_by = _group_key(args.group_by, gallery.columns) if args.group_by else None
     limits = {"effort": args.effort, "exact": args.exact, "terms": terms, "conditions": conditions}
-    result = model.search_features(features, gallery, args.top, **limits)
+    result = model.search(None, gallery, args.top, features=features, **limits)
     queries = queries or [", ".join(texts.values())]
     shown = {group_by}.union(*(term.columns() for term in terms))
     has_missing = {name for name, column in gallery.columns.items() if has_missing_integers(column)}

@@ -242,6 +242,7 @@ class FeatureModel(ABC):
         gallery: Gallery | str | os.PathLike[str],
         k: int = 10,
         *,
+        features: Tensor | None = None,
         effort: int | None = None,
         exact: bool = False,
         terms: Sequence[SearchTerm] = (),
@@ -251,10 +252,14 @@ class FeatureModel(ABC):
         """Search for the nearest gallery images of each query.
 
         Args:
-            query: one or more images, see ``features``. None: rank the gallery images by ``terms``.
-            gallery: gallery, or the path of one: see ``open_source``.
+            query: one or more images, see ``features``. None: the queries are given by ``features``.
+            gallery: gallery of this model, or the path of one: see ``open_source``.
             k: number of results per query; limited to the size of the gallery. Default: 10.
-            effort, exact, terms, conditions: see ``search_features``.
+            features: (N, D) features of the queries, used if ``query`` is None. Default: None; without queries, the
+                gallery images are ranked by ``terms``.
+            effort, exact: see ``fastamp.retrieval.search.search``.
+            terms: conditions of plugins that the gallery images must meet. Default: none.
+            conditions: conditions that the gallery images must meet. Default: None, all images.
             options: color; cameras, views and modalities of the queries, see ``features``.
 
         Returns:
@@ -262,10 +267,13 @@ class FeatureModel(ABC):
 
         Raises:
             TypeError: if ``gallery`` is neither a gallery nor a path.
-            DataError, ConfigError: if an image or the gallery cannot be read; see also ``features`` and
-                ``search_features``.
+            DataError: if an image or the gallery cannot be read, the gallery is of a different model, or no gallery
+                image meets the terms.
+            ConfigError: if ``k`` or ``effort`` is below 1, there are neither queries nor terms, or the gallery has no
+                values for ``terms`` or ``conditions``; see also ``features``.
         """
-        features = None if query is None else self.require_features(query, **options)
+        if query is not None:
+            features = self.require_features(query, **options)
         if isinstance(gallery, (str, os.PathLike)):
             gallery = open_source(gallery, self)
         elif not isinstance(gallery, Gallery):
@@ -273,40 +281,10 @@ class FeatureModel(ABC):
                 f"expected a gallery or the path of one, got {type(gallery).__name__}.\n"
                 "  fix: pass the output file of `fastamp extract`, or the result of open_gallery"
             )
-        return self.search_features(
-            features, gallery, k, effort=effort, exact=exact, terms=terms, conditions=conditions
-        )
-
-    def search_features(
-        self,
-        query: Tensor | None,
-        gallery: Gallery,
-        k: int = 10,
-        *,
-        effort: int | None = None,
-        exact: bool = False,
-        terms: Sequence[SearchTerm] = (),
-        conditions: Conditions | None = None,
-    ) -> SearchResult:
-        """Search for the nearest gallery images of each query, given its features; see ``search``.
-
-        Args:
-            query: (N, D) features of the queries. None: rank the gallery images by ``terms``.
-            gallery: gallery of this model.
-            k: see ``search``.
-            effort, exact: see ``fastamp.retrieval.search.search``.
-            terms: conditions of plugins that the gallery images must meet. Default: none.
-            conditions: conditions that the gallery images must meet. Default: None, all images.
-
-        Raises:
-            DataError: if the gallery is of a different model, or no gallery image meets the terms.
-            ConfigError: if ``k`` or ``effort`` is below 1, there are neither queries nor terms, or the gallery has no
-                values for ``terms`` or ``conditions``.
-        """
         gallery.check_model(self)
         with gallery.reading():  # the rows of terms are those of the search, also if other processes change the gallery
             limits = [gallery.rows_where(conditions)] if conditions else []
-            if query is None:
+            if features is None:
                 if not terms:
                     raise ConfigError(
                         f"expected queries or terms, got {query} and {len(terms)} terms.\n  fix: pass one of them"
@@ -316,7 +294,7 @@ class FeatureModel(ABC):
                 return search_by_scores(scores, gallery, k, metric=", ".join(term.name for term in terms), rows=rows)
             limits += [term.rows(gallery) for term in terms]
             where = functools.reduce(np.intersect1d, limits) if limits else None
-            result = search(query, gallery, k, effort=effort, exact=exact, where=where)
+            result = search(features, gallery, k, effort=effort, exact=exact, where=where)
         return replace(result, decision=decide(result, self.calibration))
 
     def require_output(self, name: str) -> PredictorOutput:

@@ -197,7 +197,7 @@ def test_search_reads_the_changes_of_another_writer_before_its_terms_not_after_t
         def __init__(self):
             pass
 
-    found = Model().search_features(torch.from_numpy(features[:1]), gallery, terms=[LastId()])
+    found = Model().search(None, gallery, features=torch.from_numpy(features[:1]), terms=[LastId()])
     assert found.images.further["id"].tolist() == [["c"]]
     assert sorted(search(features[:1], gallery).images.further["id"][0].tolist()) == ["b", "c"]
 
