@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fastamp.retrieval.gallery import Gallery
+from fastamp.retrieval.gallery_store import Item
 from fastamp.retrieval.index_file import read_index
 from fastamp.retrieval.indices import ProductCodes
 from fastamp.retrieval.model_id import ModelId
@@ -42,13 +43,12 @@ class Candidates(ProductCodes):
         codes.faiss.train(sample)
         return cls(codes, row_of_number)
 
-    def add(self, numbers: Sequence[int], features: np.ndarray) -> None:
+    def add(self, items: Sequence[Item], features: np.ndarray) -> None:
         """Add those of the features (N, D) whose numbers are not in the index."""
-        rows = [row for row, number in enumerate(numbers) if number not in self.numbers]
-        if rows:
-            added = np.array(numbers, dtype=np.int64)[rows]
-            self.faiss.add_with_ids(features[rows], added)
-            self.numbers.update(added.tolist())
+        new = {item.number: row for row, item in enumerate(items) if item.number not in self.numbers}
+        if new:
+            self.faiss.add_with_ids(features[[*new.values()]], np.array([*new]))
+            self.numbers.update(new)
 
     def propose(self, queries: np.ndarray, k: int, effort: int | None = None) -> np.ndarray:
         numbers = super().propose(queries, k, effort)

@@ -7,7 +7,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -26,13 +26,14 @@ CREATE TABLE items (
     feature BLOB, crc INTEGER, picture BLOB
 )
 """
-# A new feature gets a new number; the old feature and picture are kept if there is no new one.
+# A new number states a change; the old feature and picture are kept if there is no new one.
 _WRITE = """
 INSERT OR REPLACE INTO items
-SELECT CASE WHEN :feature IS NULL THEN old.number END, :id, :name, :identity, :camera, :time,
+SELECT NULL, :id, :name, :identity, :camera, :time,
     coalesce(:feature, old.feature), coalesce(:crc, old.crc), coalesce(:picture, old.picture)
 FROM (SELECT 1) LEFT JOIN items AS old ON old.id = :id
 """
+_READ = "SELECT id, name, identity, camera, time, number, feature, crc FROM items WHERE number > ? ORDER BY number"
 _READ_ROWS = 8192
 _BUSY_SECONDS = 60
 # Limits of files of other people: bytes of a value, and instructions of SQLite's virtual machine, which needs fewer
@@ -56,6 +57,7 @@ class Item:
         camera: name of the camera, "" (default) if unknown.
         time: seconds since 1970-01-01 UTC; None (default) if unknown.
         picture: small JPEG file to show; None (default) if there is none. Not read with the items, see ``picture``.
+        number: number in the gallery, larger than those before; each change gives the item a new one. Default: -1.
     """
 
     id: str
@@ -64,6 +66,7 @@ class Item:
     camera: str = ""
     time: float | None = None
     picture: bytes | None = None
+    number: int = field(default=-1, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         wrong = [name for name in _TEXTS if not isinstance(vars(self)[name], str)]
@@ -196,22 +199,17 @@ class GalleryStore:
             yield
         self._check_files()
 
-    def write(self, items: Sequence[Item], features: np.ndarray | None) -> list[int]:
+    def write(self, items: Sequence[Item], features: np.ndarray | None) -> None:
         """Insert items, or replace those with the same ids; call it in a transaction.
 
         Args:
-            items: N items; one without a picture keeps the picture that is stored.
+            items: N items, which get larger numbers than all before; one without a picture keeps the stored picture.
             features: (N, D) float32. None: those that are stored are kept.
-
-        Returns:
-            The numbers of their features; no other feature had the number of a new one.
         """
-        numbers = []
         for row, item in enumerate(items):
             data = None if features is None else features[row].astype("<f4").tobytes()
             values = vars(item) | {"feature": data, "crc": None if data is None else zlib.crc32(data)}
-            numbers.append(int(self._connection.execute(_WRITE, values).lastrowid or 0))
-        return numbers
+            self._connection.execute(_WRITE, values)
 
     def delete(self, ids: Sequence[str]) -> None:
         """Delete items; call it in a transaction."""
@@ -226,25 +224,31 @@ class GalleryStore:
             raise self.damaged(f"the picture of item {item_id!r} is not a file")
         return row[0] if row else None
 
-    def read(self) -> Iterator[tuple[list[Item], list[int], np.ndarray]]:
-        """Read all items in the order of their numbers, in blocks: items, numbers and features (N, D) float32.
+    def numbers(self) -> set[int]:
+        """Return the numbers of all items."""
+        with self._bounded():
+            return {number for (number,) in self._connection.execute("SELECT number FROM items")}
+
+    def read(self, after: float) -> Iterator[tuple[list[Item], np.ndarray]]:
+        """Read the items with larger numbers than ``after`` in blocks: items, and their features (N, D) float32.
 
         Raises:
             DataError: if a value is damaged, or a feature is not finite.
         """
-        size = 4 * self.model.width
+        size, ids = 4 * self.model.width, set[str]()
         with self._bounded():
-            query = "SELECT number, feature, crc, id, name, identity, camera, time FROM items ORDER BY number"
-            cursor = self._connection.execute(query)
+            cursor = self._connection.execute(_READ, (after,))
             while rows := cursor.fetchmany(_READ_ROWS):
-                for number, data, crc, item_id, *_ in rows:
+                for *values, number, data, crc in rows:
                     is_feature = isinstance(data, bytes) and len(data) == size and zlib.crc32(data) == crc
-                    if number < 0 or not is_feature:
-                        raise ValueError(f"the feature of item {item_id!r:.50} is changed")
-                features = np.frombuffer(b"".join(row[1] for row in rows), "<f4").reshape(len(rows), -1)
+                    if number <= max(after, -1) or values[0] in ids or not is_feature:
+                        raise ValueError(f"the feature of item {values[0]!r:.50} is changed, or the item repeats")
+                    after = number
+                    ids.add(values[0])
+                features = np.frombuffer(b"".join(row[-2] for row in rows), "<f4").reshape(len(rows), -1)
                 if not np.isfinite(features).all():
                     raise ValueError("a feature is not finite")
-                yield [Item(*row[3:]) for row in rows], [row[0] for row in rows], features.astype(np.float32)
+                yield [Item(*row[:5], number=row[5]) for row in rows], features.astype(np.float32)
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:

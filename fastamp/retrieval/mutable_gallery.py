@@ -1,10 +1,10 @@
 """Gallery in a folder, whose items can be added, updated and removed while it is searched."""
 
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
@@ -69,11 +69,14 @@ class MutableGallery(Gallery, AbstractContextManager["MutableGallery"]):
             self.check_model(model)
         self._lock, self._readers = threading.RLock(), 0
         self._tried = 0  # number of items when no candidate index had a sufficient recall
-        self._row_of_number: dict[int, int] = {}
+        self.items: list[Item] = []
+        self._buffer = np.empty((0, self.model.width), np.float32)
+        self._row_of_id, self._row_of_number = dict[str, int](), dict[int, int]()
+        self._version, self._last = -1, -math.inf  # largest number that was read
         self.index: Candidates | None = None
         if (file := self.path / _CANDIDATES_FILE).exists():
             self.index = Candidates.read(file, self, self._row_of_number)
-        self._load()
+        self.refresh()
 
     def __len__(self) -> int:
         return len(self.items)
@@ -130,9 +133,8 @@ class MutableGallery(Gallery, AbstractContextManager["MutableGallery"]):
                         f"{len(existing)} of {len(items)} items are in the gallery already: {', '.join(existing[:5])}\n"
                         "  fix: choose other ids, or replace the items"
                     )
-                items, values = [items[row] for row in new], values[new]
-                numbers = self._store.write(items, values)
-            self._put(items, numbers, values)
+                self._store.write([items[row] for row in new], values[new])
+            self._read()
             return new
 
     def update(self, items: Sequence[Item], features: Tensor | np.ndarray | None = None) -> None:
@@ -151,8 +153,8 @@ class MutableGallery(Gallery, AbstractContextManager["MutableGallery"]):
             with self._store.transaction():
                 self.refresh()
                 self._check_present([item.id for item in items])
-                numbers = self._store.write(items, values)
-            self._put(items, numbers, values)
+                self._store.write(items, values)
+            self._read()
 
     def remove(self, ids: Sequence[str]) -> None:
         """Remove items.
@@ -229,10 +231,10 @@ class MutableGallery(Gallery, AbstractContextManager["MutableGallery"]):
         for start in range(0, count, _BLOCK):
             with self._lock:
                 rows = slice(start, start + _BLOCK)
-                numbers, features = self._numbers[rows], self._matrix[rows].copy()
-            built.add(numbers, features)
+                items, features = self.items[rows], self._matrix[rows].copy()
+            built.add(items, features)
         with self._lock:
-            built.add(self._numbers, self._matrix)  # those that were added or moved meanwhile
+            built.add(self.items, self._matrix)  # those that were added or moved meanwhile
             recall = built.measure(self.vectors)
             if recall < WANTED_RECALL:
                 logger.warning(
@@ -249,62 +251,46 @@ class MutableGallery(Gallery, AbstractContextManager["MutableGallery"]):
             return recall
 
     def refresh(self) -> None:
-        """Read the gallery again if another process has changed it."""
+        """Read the changes of other processes."""
         with self._lock:
-            if self._store.version != self._version:
-                self._load()
-
-    def _load(self) -> None:
-        """Read all items into memory."""
-        version = self._store.version
-        self._buffer = np.empty((0, self.model.width), np.float32)
-        self.items: list[Item] = []
-        self._numbers: list[int] = []
-        self._row_of_id: dict[str, int] = {}
-        self._row_of_number.clear()
-        count = 0
-        for items, numbers, features in self._store.read():
-            self._put(items, numbers, features)
-            count += len(items)
-        if not count == len(self._row_of_id) == len(self._row_of_number):
-            raise self._store.damaged("ids or numbers of items repeat")
-        self._version = version  # not if reading failed, so that it is tried again
+            version = self._store.version
+            if version != self._version:
+                present = self._store.numbers()
+                self._delete([row for row, item in enumerate(self.items) if item.number not in present])
+                self._read()
+                self._version = version  # not if reading failed, so that it is tried again
 
     @property
     def _matrix(self) -> np.ndarray:
         """Features (N, D) of all items, see ``normalized``: the first rows of the buffer."""
         return self._buffer[: len(self)]
 
-    def _put(self, items: Sequence[Item], numbers: Sequence[int], features: np.ndarray | None) -> None:
-        """Append items with features (N, D), or replace those with the same ids; None keeps their features."""
-        unit = None if features is None else normalized(features, self.model.metric)
-        count = len(self) + sum(item.id not in self._row_of_id for item in items)
-        if count > len(self._buffer):  # first, because there may be too little memory
-            grown = np.empty((max(count, 2 * len(self)), self.model.width), np.float32)  # unused rows take no memory
-            grown[: len(self)] = self._matrix
-            self._buffer = grown
-        rows = [self._row_of_id.setdefault(item.id, len(self._row_of_id)) for item in items]
-        for row, item, number in zip(rows, items, numbers, strict=True):
-            at = slice(row, row + 1)  # beyond the last row, a slice appends
-            for old in self._numbers[at]:
-                self._row_of_number.pop(old, None)  # repeats in a damaged gallery
-            self.items[at] = [item if item.picture is None else replace(item, picture=None)]
-            self._numbers[at], self._row_of_number[number] = [number], row
-        if unit is not None:
-            self._buffer[rows] = unit
+    def _read(self) -> None:
+        """Read the items with new numbers; they replace those with the same ids."""
+        for items, features in self._store.read(self._last):
+            unit, count = normalized(features, self.model.metric), len(self) + len(items)
+            if count > len(self._buffer):  # first, because there may be too little memory
+                grown = np.empty((max(count, 2 * len(self)), self.model.width), np.float32)  # unused rows take none
+                grown[: len(self)] = self._matrix
+                self._buffer = grown
+            self._delete([self._row_of_id[item.id] for item in items if item.id in self])
+            for row, item in enumerate(items, len(self)):
+                self._row_of_id[item.id] = self._row_of_number[item.number] = row
+            self.items += items
+            self._matrix[-len(items) :] = unit
             if self.index is not None:
-                self.index.add(numbers, unit)
+                self.index.add(items, unit)
+            self._last = items[-1].number
 
     def _delete(self, rows: Sequence[int]) -> None:
         """Delete rows: the last rows move to their places."""
-        matrix = self._buffer
         for row in sorted(rows, reverse=True):
-            del self._row_of_id[self.items[row].id], self._row_of_number[self._numbers[row]]
-            item, number, last = self.items.pop(), self._numbers.pop(), len(self.items)
-            if row != last:
-                matrix[row] = matrix[last]
-                self.items[row], self._numbers[row] = item, number
-                self._row_of_id[item.id] = self._row_of_number[number] = row
+            deleted, moved = self.items[row], self.items.pop()
+            del self._row_of_id[deleted.id], self._row_of_number[deleted.number]
+            if moved is not deleted:
+                self._buffer[row] = self._buffer[len(self)]
+                self.items[row] = moved
+                self._row_of_id[moved.id] = self._row_of_number[moved.number] = row
 
     def _check_unique(self, ids: Sequence[str]) -> None:
         if len(set(ids)) < len(ids):

@@ -202,7 +202,29 @@ def test_search_reads_the_changes_of_another_writer_before_its_terms_not_after_t
     assert sorted(search(features[:1], gallery).images.further["id"][0].tolist()) == ["b", "c"]
 
 
-def test_gallery_is_unchanged_in_memory_if_there_is_none_for_new_items(tmp_path, monkeypatch):
+def test_changes_of_another_process_are_read_without_the_other_items(tmp_path, monkeypatch):
+    features, read = np.eye(8, WIDTH, dtype=np.float32), []
+    gallery, normalized = MutableGallery(tmp_path / "a", model()), module.normalized
+    gallery.add([Item(name) for name in "abcdef"], features[:6])
+    other = MutableGallery(tmp_path / "a")
+    monkeypatch.setattr(module, "normalized", lambda rows, metric: read.append(len(rows)) or normalized(rows, metric))
+    other.remove(["b", "f"])
+    gallery.refresh()
+    assert not read and sorted(item.id for item in gallery.items) == ["a", "c", "d", "e"]
+    other.add([Item("g")], features[6:7])
+    other.update([Item("c", "new")])
+    other.update([Item("d")], features[7:])
+    read.clear()
+    gallery.refresh()
+    assert read == [3] and gallery.item("c").name == "new"
+    for opened in (gallery, other, MutableGallery(tmp_path / "a")):
+        found = search(features[[0, 2, 4, 6, 7]], opened, 1)
+        assert found.images.further["id"][:, 0].tolist() == ["a", "c", "e", "g", "d"] and np.allclose(found.scores, 1)
+        numbers = [item.number for item in opened.items]
+        assert len(opened) == 5 and len({*numbers}) == 5 and [opened._row_of_number[n] for n in numbers] == [*range(5)]
+
+
+def test_items_on_the_disk_are_read_later_if_there_is_no_memory_for_them(tmp_path, monkeypatch):
     gallery = MutableGallery(tmp_path / "a", model())
     features = np.eye(4, WIDTH, dtype=np.float32)
     gallery.add([Item("a")], features[:1])
@@ -211,9 +233,8 @@ def test_gallery_is_unchanged_in_memory_if_there_is_none_for_new_items(tmp_path,
         with pytest.raises(MemoryError):
             gallery.add([Item("b"), Item("c")], features[1:3])
     gallery.add([Item("d")], features[3:])
-    assert [gallery.item(name).id for name in ("a", "d")] == ["a", "d"] and "b" not in gallery
-    assert search(features[[0, 3]], gallery, 1).images.further["id"].tolist() == [["a"], ["d"]]
-    assert "b" in MutableGallery(tmp_path / "a")  # on the disk already
+    assert [gallery.item(name).id for name in ("a", "d")] == ["a", "d"] and "b" in gallery
+    assert search(features, gallery, 1).images.further["id"][:, 0].tolist() == ["a", "b", "c", "d"]
 
 
 def raise_memory_error(*args, **options):
@@ -566,7 +587,7 @@ def test_a_gallery_whose_reading_failed_is_read_again(tmp_path, monkeypatch):
     gallery = MutableGallery(tmp_path / "a.gallery", model())
     MutableGallery(tmp_path / "a.gallery").add([Item("a"), Item("b")], np.eye(2, WIDTH))  # as another process
 
-    def failing():
+    def failing(*_):
         raise WriteError("the database is locked")
 
     with monkeypatch.context() as patch:

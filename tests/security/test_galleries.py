@@ -146,7 +146,7 @@ def test_hostile_candidates_are_not_used(tmp_path, subtests):
     for name, value in itertools.product(names, values):
         with subtests.test(name=name, value=value):
             candidates = Candidates.train(np.eye(200, 8, dtype=np.float32), 200, gallery.model, {})
-            candidates.add(list(range(200)), np.eye(200, 8, dtype=np.float32))
+            candidates.add([Item("a", number=number) for number in range(200)], np.eye(200, 8, dtype=np.float32))
             candidates.effort, candidates.recall = 1, 0.99
             write_index(path, candidates, gallery)
             assert Candidates.read(path, gallery, {}).numbers == {*range(200)}
