@@ -16,7 +16,7 @@ _METADATA_BYTES, _MOST_FIELDS = 2**20, 100
 
 
 def check_access(headers: Headers, api_key: str, *, local: bool) -> None:
-    """Check the API key, and that no page of another site sent the request.
+    """Check the API key; if none is required, that no page of another site sent the request.
 
     Args:
         headers: headers of the request.
@@ -37,7 +37,7 @@ def check_access(headers: Headers, api_key: str, *, local: bool) -> None:
         addressed, source = urlsplit(f"//{host}").hostname, urlsplit(origin or "").netloc
     except ValueError as error:
         raise RequestError(400, "invalid_header", f"the header Host or Origin is invalid: {error!s:.100}") from error
-    # A browser sends pages of other sites' requests without asking the user; a key protects from these.
+    # A browser sends requests of pages of other sites without asking the user, but not with a key.
     if origin is not None and source != host:
         raise RequestError(403, "other_origin", f"the request comes from a page of {origin[:100]}")
     if local and addressed not in LOCAL_HOSTS:
