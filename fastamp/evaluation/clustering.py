@@ -19,6 +19,7 @@ from fastamp.evaluation.rerank import ReRanking, add_overlaps, reciprocal_weight
 from fastamp.layers.distance import pairwise_distance
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, check_choice
+from fastamp.utils.missing import is_missing
 from fastamp.utils.progress import track
 
 if TYPE_CHECKING:
@@ -245,13 +246,16 @@ def cluster_quality(labels: np.ndarray, identities: np.ndarray | None = None) ->
 
     Args:
         labels: (N,) int64, clusters 0, 1, ...; ``OUTLIER`` for images in no cluster.
-        identities: (N,) any dtype, identities; None (default) if they are unknown. Outliers are excluded.
+        identities: (N,) integers or text, identities, -1 or "" where unknown; None (default) if all are. Outliers are
+            excluded.
     """
-    clustered = labels[labels != OUTLIER]
-    clusters, outliers = len(np.unique(clustered)), len(labels) - len(clustered)
-    if identities is None or not clusters:
-        return ClusterQuality(clusters, outliers, len(labels))
-    names = np.unique(identities[labels != OUTLIER], return_inverse=True)[1]
+    is_known = labels != OUTLIER
+    sizes = len(np.unique(labels[is_known])), int((~is_known).sum()), len(labels)
+    if identities is not None:
+        is_known &= ~is_missing(identities)
+    if identities is None or not is_known.any():
+        return ClusterQuality(*sizes)
+    clustered, names = labels[is_known], np.unique(identities[is_known], return_inverse=True)[1]
     pairs, counts = np.unique(np.stack((clustered, names)), axis=1, return_counts=True)
     # The pairs are sorted by cluster.
     _, starts, identities_of = np.unique(pairs[0], return_index=True, return_counts=True)
@@ -259,9 +263,7 @@ def cluster_quality(labels: np.ndarray, identities: np.ndarray | None = None) ->
     # The mutual information is the sum of both entropies minus the joint entropy.
     nmi = 2 * (total - _entropy(counts)) / total if total > 0 else 1.0
     return ClusterQuality(
-        clusters,
-        outliers,
-        len(labels),
+        *sizes,
         purity=float(np.maximum.reduceat(counts, starts).sum() / len(clustered)),
         nmi=float(min(max(nmi, 0.0), 1.0)),
         split=int((np.bincount(pairs[1]) > 1).sum()),

@@ -1,6 +1,5 @@
 """Clusters of the images of an extraction, as a CSV file and an HTML page."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +34,7 @@ def cluster(
     features = torch.from_numpy(np.array(extraction.matrix)).to(device)
     labels, pids = cluster_features(features, options), extraction.images.pids
     names = np.where(is_missing(pids), "", pids.astype(str)) if pids.dtype.kind in "iu" else pids
-    sizes, known = cluster_quality(labels), names != ""
-    quality = cluster_quality(labels[known], names[known]) if known.any() else sizes
-    counts = {"clusters": sizes.clusters, "outliers": sizes.outliers, "images": sizes.images}
-    return labels, dataclasses.replace(quality, **counts), names
+    return labels, cluster_quality(labels, names), names
 
 
 def describe_dominant_cluster(
@@ -92,11 +88,4 @@ def write_page(
         ImageItem(file, names[row], 0, box=tuple(boxes[row].tolist()) if boxes is not None else None)
         for row, file in enumerate(extraction.images.paths.tolist())
     ]
-    write_cluster_page(
-        path,
-        labels,
-        items,
-        title=extraction.path.name,
-        summary=str(quality),
-        identities=names if (names != "").any() else None,
-    )
+    write_cluster_page(path, labels, items, title=extraction.path.name, summary=str(quality), identities=names)

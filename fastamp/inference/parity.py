@@ -1,6 +1,6 @@
 """Parity check of exported models: comparison of their features and mAP with those of the PyTorch model."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,17 +138,20 @@ class RankedImages:
 
         Args:
             model: function from a batch to features.
-            raw: if True, the batches have a list of images (C, H, W) before resizing. Default: False.
+            raw: if True, each batch has one image, before resizing. Default: False.
         """
         batches = track(self.batches, len(self.batches), "comparing")
-        return [model(self._raw(batch) if raw else _without_tracklets(batch)) for batch in batches]
+        if raw:
+            return [torch.cat([*map(model, self._raw(batch))]) for batch in batches]
+        return [model(_without_tracklets(batch)) for batch in batches]
 
-    def _raw(self, batch: Batch) -> Batch:
-        """Replace the images of a batch by those before resizing."""
+    def _raw(self, batch: Batch) -> Iterator[Batch]:
+        """Yield each image of a batch before resizing, as a batch of its own."""
         read, items = self._dataset.transforms.read_original, self._dataset.items
-        rows = [self._rows[index] for index in batch["indices"].tolist()]
-        images = [read(items.path(row), box=items.box(row)) for row in rows]
-        return _without_tracklets(batch) | {"images": images}
+        for number, index in enumerate(batch["indices"].tolist()):
+            row = self._rows[index]
+            one = {name: values[number : number + 1] for name, values in _without_tracklets(batch).items()}
+            yield one | {"images": read(items.path(row), box=items.box(row))[None]}
 
     def mean_average_precision(self, features: Iterable[Tensor]) -> float | None:
         """Compute mAP in percent from the features of each batch, under the protocol of the config.

@@ -105,7 +105,7 @@ def system_cause(error: Exception, otherwise: str = "") -> str:
     return stated or otherwise or str(error).strip()
 
 
-def summarize_error(error: Exception) -> str:
+def summarize_error(error: BaseException) -> str:
     """Return ``"type: first line of the message"`` of an error; for a UserError, only the first line of the message."""
     text = (str(error).strip().splitlines() or [""])[0]
     return text if text and isinstance(error, UserError) else f"{type(error).__name__}: {text}"

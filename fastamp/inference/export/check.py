@@ -128,16 +128,11 @@ def exported_inputs(batch: Batch, predictor: Predictor, metadata: dict[str, Any]
 def exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) -> Features:
     """Return a function that computes the features of a batch with the exported model.
 
-    The images of the batch are (B, C, H, W) uint8, or a list of images of any size if the preprocessing is inside.
+    The images of the batch are (B, C, H, W) uint8, of any size if the preprocessing is inside.
     """
-    columns = label_inputs(predictor).values()
 
     def features(batch: Batch) -> Tensor:
-        images = batch["images"]
-        if isinstance(images, list):
-            rows = [{name: batch[name][row][None] for name in ("images", *columns)} for row in range(len(images))]
-            return torch.cat([features(row) for row in rows])
-        with quiet(f"the exported model fails on a batch of {len(images)} images"), torch.no_grad():
+        with quiet(f"the exported model fails on a batch of {len(batch['images'])} images"), torch.no_grad():
             return run(exported_inputs(batch, predictor, metadata))
 
     return features

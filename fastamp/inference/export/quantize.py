@@ -233,11 +233,7 @@ def largest_errors(errors: dict[str, float], fraction: float, most: float) -> li
         fraction: largest fraction of the sum that remains.
         most: largest fraction of the layers that is selected.
     """
-    selected: list[str] = []
-    remaining = total = sum(errors.values())
-    for name in sorted(errors, key=lambda node_name: errors[node_name], reverse=True):
-        if remaining <= fraction * total or len(selected) + 1 > most * len(errors):
-            break
-        selected.append(name)
-        remaining -= errors[name]
-    return selected
+    names = sorted(errors, key=lambda name: errors[name], reverse=True)
+    remaining = np.cumsum([errors[name] for name in reversed(names)])[::-1]  # if all before a layer are selected
+    count = int(np.count_nonzero(remaining > fraction * sum(errors.values())))
+    return names[: min(count, int(most * len(names)))]

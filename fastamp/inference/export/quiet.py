@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 
-from fastamp.utils.errors import UserError
+from fastamp.utils.errors import UserError, summarize_error
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,7 @@ def quiet(what: str) -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        detail = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
-        raise ExportError(f"{what}: {type(cause).__name__}: {detail}") from error
+        raise ExportError(f"{what}: {summarize_error(cause)}") from error
     finally:
         logger.debug("%s", printed.getvalue())
     for warning in caught:
