@@ -149,12 +149,8 @@ def _add(
             continue
         items, values, block_faults = load(block)
         faults += block_faults
-        if items:
-            new = gallery.add(items, values, skip_existing=True)  # other processes may have added some in the meantime
-            old = sorted(set(range(len(items))) - set(new)) if adding.replace else []
-            if old:
-                gallery.update([items[row] for row in old], values[old])
-            added += len(new) + len(old)
+        if items:  # other processes may have added some in the meantime
+            added += len(gallery.add(items, values, existing="replace" if adding.replace else "skip"))
         if faults and not adding.skip_corrupt:
             more = f" ({len(faults) - 1} more in this batch)" if len(faults) > 1 else ""
             raise DataError(

@@ -19,7 +19,7 @@ from fastamp.retrieval.index_file import write_index
 from fastamp.retrieval.indices import FLAT_UP_TO, WANTED_RECALL, sample_rows
 from fastamp.retrieval.model_id import ModelId
 from fastamp.retrieval.vectors import Vectors, as_features, normalized
-from fastamp.utils.errors import ConfigError, DataError, writing
+from fastamp.utils.errors import ConfigError, DataError, check_choice, writing
 
 logger = logging.getLogger(__name__)
 
@@ -106,31 +106,33 @@ class MutableGallery(Gallery, AbstractContextManager["MutableGallery"]):
         with self._lock:
             return self._store.picture(item_id)
 
-    def add(self, items: Sequence[Item], features: Tensor | np.ndarray, *, skip_existing: bool = False) -> list[int]:
+    def add(self, items: Sequence[Item], features: Tensor | np.ndarray, *, existing: str = "raise") -> list[int]:
         """Add items.
 
         Args:
             items: N new items.
             features: (N, D) float, not normalized.
-            skip_existing: if True, skip items whose id is in the gallery. Default: False, they are an error.
+            existing: items whose id is in the gallery: ``raise`` (default) an error, ``skip`` or ``replace`` them.
 
         Returns:
-            Positions in ``items`` of those that were added.
+            Positions in ``items`` of those that were added or replaced.
 
         Raises:
             DataError: if an id is not unique, or the features have a wrong shape or are not finite. No item is added.
+            ConfigError: if ``existing`` is unknown.
             WriteError: if the items cannot be written.
         """
+        check_choice("existing", existing, ("raise", "skip", "replace"))
         values = as_features(features, self.model.width, len(items))
         with self._lock:
             with self._store.transaction():
                 self.refresh()
                 self._check_unique([item.id for item in items])
-                new = [row for row, item in enumerate(items) if item.id not in self]
-                if len(new) < len(items) and not skip_existing:
-                    existing = [item.id for item in items if item.id in self]
+                new = [row for row, item in enumerate(items) if existing == "replace" or item.id not in self]
+                if len(new) < len(items) and existing == "raise":
+                    known = [item.id for item in items if item.id in self]
                     raise DataError(
-                        f"{len(existing)} of {len(items)} items are in the gallery already: {', '.join(existing[:5])}\n"
+                        f"{len(known)} of {len(items)} items are in the gallery already: {', '.join(known[:5])}\n"
                         "  fix: choose other ids, or replace the items"
                     )
                 self._store.write([items[row] for row in new], values[new])

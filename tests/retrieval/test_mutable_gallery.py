@@ -330,6 +330,18 @@ def test_invalid_changes_change_nothing(tmp_path, monkeypatch):
         assert search(features, opened, 1).images.further["id"][:, 0].tolist() == ["a", "b", "c"]
 
 
+def test_items_that_exist_are_skipped_or_replaced(tmp_path):
+    gallery, features = MutableGallery(tmp_path / "a.gallery", model()), np.eye(4, WIDTH, dtype=np.float32)
+    gallery.add([Item("a", picture=b"jpeg"), Item("b")], features[:2])
+    assert gallery.add([Item("a", "x"), Item("c")], features[2:], existing="skip") == [1]
+    assert gallery.item("a").name == "" and gallery.picture("a") == b"jpeg"
+    assert gallery.add([Item("d"), Item("a", "x")], features[[0, 2]], existing="replace") == [0, 1]
+    assert gallery.item("a").name == "x" and gallery.picture("a") == b"jpeg" and len(gallery) == 4
+    assert search(features, gallery, 1).images.further["id"][:, 0].tolist() == ["d", "b", "a", "c"]
+    with pytest.raises(ConfigError, match="existing"):
+        gallery.add([Item("e")], features[:1], existing="other")
+
+
 def test_metadata_pictures_and_conditions(tmp_path):
     gallery = MutableGallery(tmp_path / "a.gallery", model())
     times = [0.0, 10.5, None, 30.0]
