@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 
 from fastamp.engine.hooks.base import HookBase, Priority
 from fastamp.utils import comm
@@ -57,6 +56,8 @@ class SpeedMonitor(HookBase):
 
     def before_step(self) -> None:
         if self.peak and self.trainer.iter == self.trainer.start_iter + 1:
+            from torch.utils.flop_counter import FlopCounterMode  # logs a warning without Triton
+
             self._counting.enter_context(uncompiled(self.model))
             self._counter = self._counting.enter_context(FlopCounterMode(display=False))
 
