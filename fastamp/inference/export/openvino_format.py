@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastamp.data.transforms.geometry import interpolation_kernel
+from fastamp.inference.export.preprocessing import sampling_weights
 from fastamp.inference.export.quiet import quiet
 from fastamp.inference.export.trace import Source
 from fastamp.inference.exported_metadata import as_text
@@ -51,8 +51,5 @@ def _resized(maps: Tensor, size: Sequence[int], align_corners: bool, scales: Non
 
 
 def _weights(side: int, output: int) -> Tensor:
-    scale = side / output
-    centers = (torch.arange(output) + 0.5) * scale
-    distance = (torch.arange(side) + 0.5 - centers[:, None]).abs() / max(scale, 1.0)
-    weights = interpolation_kernel(distance, "bicubic")
+    weights = sampling_weights(torch.arange(output), torch.arange(side), torch.tensor(side / output), "bicubic")
     return weights / weights.sum(dim=1, keepdim=True)

@@ -62,16 +62,18 @@ class Preprocessing(nn.Module):
             positions = positions + torch.where(half < 0, half.ceil(), half.round())
             # The largest weight, on which their rounding depends, is often that of a pixel at the border.
             positions = torch.cat((torch.arange(_BORDER), positions))
-        scale = side / resized
-        centers = ((positions + 0.5) * scale)[:, None]
-        if self.resize.interpolation == "nearest":
-            weights = (pixels == centers.floor()).float()
-        else:
-            distance = (pixels + 0.5 - centers).abs() / scale.clamp(min=1)
-            weights = interpolation_kernel(distance, self.resize.interpolation)
+        weights = sampling_weights(positions, pixels, side / resized, self.resize.interpolation)
         inside = ((positions >= 0) & (positions < resized)).float()[:, None]
         weights = inside * weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-6)
         return _as_fixed_point(weights)[-output:]
+
+
+def sampling_weights(positions: Tensor, pixels: Tensor, scale: Tensor, interpolation: str) -> Tensor:
+    """Return the weight of each pixel of a row at each position of the resized row."""
+    centers = ((positions + 0.5) * scale)[:, None]
+    if interpolation == "nearest":
+        return (pixels == centers.floor()).float()
+    return interpolation_kernel((pixels + 0.5 - centers).abs() / scale.clamp(min=1), interpolation)
 
 
 def _as_fixed_point(weights: Tensor) -> Tensor:
