@@ -73,6 +73,8 @@ class DefaultTrainer(Builders):
         check_is_config(cfg)
         log_to_console()
         check_loggers(cfg)
+        folder = Path(cfg.OUTPUT_DIR) / "profile"
+        self._profile = [hooks.Profile(cfg.SOLVER.PROFILE, folder)] if cfg.SOLVER.PROFILE else []
         self.data_loader = as_train_loader(self.build_train_loader(cfg), cfg)
         check_equal_on_all_ranks(self.data_loader.dataset, "the training set")
         self.cfg = cfg = self.build_run_config(cfg, self.data_loader.dataset)
@@ -311,7 +313,7 @@ class DefaultTrainer(Builders):
         cfg = self.cfg
         return [
             *build_training_hooks(cfg, self.model, self.average, self.trainer.iters_per_epoch),
-            *([hooks.Profile(cfg.SOLVER.PROFILE, Path(cfg.OUTPUT_DIR) / "profile")] if cfg.SOLVER.PROFILE else []),
+            *self._profile,
             hooks.SpeedMonitor(self.model, partial(input_fix, cfg), peak=peak_flops(self.policy)),
             hooks.PeriodicWriter(cfg.LOG_PERIOD, self.writers, device=next(self.model.parameters()).device),
             self.eval_hook,

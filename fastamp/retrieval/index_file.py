@@ -77,17 +77,22 @@ def read_index(path: Path, gallery: Gallery, *, mapped: bool = True) -> Index:
     header = read_header(path)
     if header["fingerprint"] != gallery.fingerprint:
         raise DataError(f"{path} is the index of another gallery.\n  fix: {_FIX}")
+    if header["kind"] not in INDEX_REGISTRY:
+        raise DataError(
+            f"{path} is an index of the kind {header['kind']!r}, which is not registered.\n"
+            f"  fix: register this kind, e.g. with --plugin; or {_FIX}"
+        )
     with open_arrays(path, "index", fix=_FIX):
         if zlib.crc32(np.memmap(path, np.uint8, "r", shape=header["size"]).data) != header["crc"]:
             raise ValueError("checksum mismatch in the faiss index")
         # Older versions of faiss map only the lists of an IVF index, and read other kinds into memory.
         flags = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP) if mapped else 0
         index = faiss.read_index(os.fspath(path), flags)
-    kind: type[Index] | None = INDEX_REGISTRY.get(header["kind"]) if header["kind"] in INDEX_REGISTRY else None
-    if kind is None or type(index).__name__ != kind.faiss_class or index.d != gallery.model.width:
+    kind: type[Index] = INDEX_REGISTRY.get(header["kind"])
+    if type(index).__name__ != kind.faiss_class or index.d != gallery.model.width:
         raise DataError(
             f"{path} does not match its features: expected kind {header['kind']!r} and dimension "
             f"{gallery.model.width}, got {type(index).__name__} of dimension {index.d}.\n"
-            f"  fix: register this kind, e.g. with --plugin; or {_FIX}"
+            f"  fix: {_FIX}"
         )
     return kind(index, header["effort"] or None, header["recall"])

@@ -81,20 +81,26 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """Read an array from an npz file.
 
     Raises:
-        ValueError: if the shape and dtype do not match the number of bytes.
+        ValueError: if the array is missing, or its shape and dtype do not match the number of bytes.
     """
-    entry = archive.getinfo(f"{name}.npy")
+    entry = _entry(archive, name)
     with archive.open(entry) as stream:
         _read_header(stream, entry)
     with archive.open(entry) as stream:
         return np.lib.format.read_array(stream, allow_pickle=False)
 
 
+def _entry(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+    if f"{name}.npy" not in archive.namelist():
+        raise ValueError(f"it has no array {name}")
+    return archive.getinfo(f"{name}.npy")
+
+
 def _read_header(stream: IO[bytes], entry: zipfile.ZipInfo) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Read the shape, the Fortran-order flag and the dtype from the header of an array, at the start of an entry.
 
     Raises:
-        ValueError: if the shape and dtype do not match the number of bytes.
+        ValueError: if the array is missing, or its shape and dtype do not match the number of bytes.
     """
     start = stream.tell()
     version = np.lib.format.read_magic(stream)
@@ -112,9 +118,9 @@ def map_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """Memory-map an array in an npz file; an array that cannot be mapped (e.g. compressed) is read into memory.
 
     Raises:
-        ValueError: if the shape and dtype do not match the number of bytes.
+        ValueError: if the array is missing, or its shape and dtype do not match the number of bytes.
     """
-    entry = archive.getinfo(f"{name}.npy")
+    entry = _entry(archive, name)
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _NOT_PLAIN:
         return read_array(archive, name)
     assert archive.filename is not None  # it is not a stream

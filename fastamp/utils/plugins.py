@@ -34,8 +34,13 @@ def import_plugin_file(file: Path) -> ModuleType:
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
-        except BaseException:
+        except BaseException as error:
             del sys.modules[name]  # a second attempt must not find half a module
+            if isinstance(error, SyntaxError):
+                raise ConfigError(
+                    f"cannot run the plugin {file}: {error.msg}, {error.filename}, line {error.lineno}\n"
+                    "  fix: correct this line"
+                ) from error
             raise
     return sys.modules[name]
 

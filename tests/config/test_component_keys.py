@@ -125,6 +125,13 @@ def plugin_files(folder):
     return files
 
 
+def test_plugin_with_a_syntax_error_raises_config_error(tmp_path):
+    (tmp_path / "plugin.py").write_text("x = = 3\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"plugin\.py, line 1\n  fix:"):
+            load_plugin(str(tmp_path / "plugin.py"), get_cfg())
+
+
 def test_plugin_given_twice_loads_both_files(tmp_path):
     one, two = plugin_files(tmp_path)
     args = argument_parser().parse_args(["--plugin", str(one), "--plugin", str(two)])
