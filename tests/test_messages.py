@@ -25,8 +25,7 @@ EXEMPT = {
         fastamp.inference.export.calibration_images load_calibration_images""",
     "the text comes from another function, object or process": """
         fastamp.amp.module_monitor _report
-        fastamp.diagnostics.precision_diagnostics before_first_step
-        fastamp.inference.export.quiet quiet""",
+        fastamp.diagnostics.precision_diagnostics before_first_step""",
     "the run or command continues as it should, and there is nothing to change": """
         fastamp.amp.policy _warn_once
         fastamp.amp.step skip

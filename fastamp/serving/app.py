@@ -109,7 +109,7 @@ def _request_error(error: Exception) -> RequestError:
         place = ".".join(map(str, first["loc"][1:]))
         image_code = "not_a_file" if first["type"] == "value_error" else "wrong_count"
         code = image_code if place.startswith("images") else "invalid_field"
-        return RequestError(422, code, f"{place}: {first['msg']}"[:300])
+        return RequestError(422, code, f"{place}: {first['msg']}"[:300], "see /docs for the fields of this route")
     if isinstance(error, HTTPException):
         return RequestError(error.status_code, "http_error", str(error.detail))
     return RequestError(500, "internal_error", "internal error; see the log of the service")
