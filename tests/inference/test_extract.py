@@ -556,7 +556,7 @@ def test_search_in_a_folder_overwrites_no_other_file(predictor, images, tmp_path
     arrays = dict(np.load(cache)) | {"config_hash": np.array("another")}
     np.savez(tmp_path / "model.npz", **arrays)
     for name, cause in (
-        ("gallery.npz", "features.npy"),
+        ("gallery.npz", "no array features"),
         ("other.npz", "features of other images"),
         ("demo.npz", "extraction of a dataset"),
         ("model.npz", "different model"),
