@@ -44,6 +44,7 @@ def serve(app: FastAPI, service: Service, *, host: str, port: int) -> None:
     config = uvicorn.Config(
         app,
         http=protocol,
+        log_config=None,  # Uvicorn's would close all log handlers of the process
         log_level="error",  # each invalid request would be a warning
         access_log=False,
         lifespan="on",

@@ -1,6 +1,7 @@
 """Tests of the running service: a stop under load, and its page in a browser."""
 
 import base64
+import logging
 import os
 import re
 import signal
@@ -201,6 +202,7 @@ def test_process_is_not_ended_after_the_server_has_stopped(monkeypatch, capsys):
         return [thread for thread in {*threading.enumerate()} - before if isinstance(thread, threading.Timer)]
 
     monkeypatch.setattr(run.Server, "run", stop)
+    monkeypatch.setattr(logging, "shutdown", lambda *handlers: pytest.fail("log handlers are closed"))
     model, counts = SimpleNamespace(checkpoint="model.pth"), {"received": 3, "answered": 3}
     run.serve(None, SimpleNamespace(model=model, limits=Limits(), counts=counts), host="127.0.0.1", port=0)
     assert capsys.readouterr().out.endswith("stopped: answered 3 of 3 requests\n")
