@@ -146,7 +146,7 @@ class RankedImages:
         return [model(_without_tracklets(batch)) for batch in batches]
 
     def _raw(self, batch: Batch) -> Iterator[Batch]:
-        """Yield each image of a batch before resizing, as a batch of its own."""
+        """Yield a batch of one image, read again and not resized, for each image of a batch."""
         read, items = self._dataset.transforms.read_original, self._dataset.items
         for number, index in enumerate(batch["indices"].tolist()):
             row = self._rows[index]

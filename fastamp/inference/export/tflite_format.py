@@ -1,4 +1,4 @@
-"""TFLite files. A program of torch.export is converted in a Python environment of its own."""
+"""Export to TFLite: litert-torch, in a separate Python environment, converts a program of torch.export."""
 
 import io
 import json
