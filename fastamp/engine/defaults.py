@@ -314,7 +314,7 @@ class DefaultTrainer(Builders):
         return [
             *build_training_hooks(cfg, self.model, self.average, self.trainer.iters_per_epoch),
             *self._profile,
-            hooks.SpeedMonitor(self.model, partial(input_fix, cfg), peak=peak_flops(self.policy)),
+            hooks.SpeedMonitor(self.model, partial(input_fix, cfg), peak=peak_flops),
             hooks.PeriodicWriter(cfg.LOG_PERIOD, self.writers, device=next(self.model.parameters()).device),
             self.eval_hook,
             hooks.PeriodicCheckpointer(

@@ -1,6 +1,7 @@
 """Hooks that measure what limits the speed of a run: waiting for images, use of the device's peak, and a profile."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from fastamp.amp import PrecisionPolicy
 from fastamp.engine.hooks.base import HookBase, Priority
 from fastamp.utils import comm
 from fastamp.utils.compiled import uncompiled
@@ -25,6 +27,7 @@ INPUT_BOUND = 0.1
 """Fraction of the time waiting for images above which a run is input-bound."""
 _MIN_STEPS = 10
 _TOP_OPERATORS = 10
+_TRACE = "trace.json.gz"
 
 
 class SpeedMonitor(HookBase):
@@ -34,28 +37,40 @@ class SpeedMonitor(HookBase):
     stage is not counted, because it starts the workers of the loader. Nothing is logged for a loop that does not set
     ``step_seconds``. Register this hook before ``PeriodicWriter``.
 
-    With ``peak``, the operations of the second step are counted, and the metric ``flops_utilization`` is the fraction
-    of the peak that a step reaches (model FLOPs utilization, Chowdhery et al. 2022, arXiv:2204.02311, appendix B; with
-    activation checkpointing, also repeated operations are counted).
+    If the peak of the device is known, the operations of the second step are counted, and the metric
+    ``flops_utilization`` is the fraction of the peak that a step reaches (model FLOPs utilization, Chowdhery et al.
+    2022, arXiv:2204.02311, appendix B; with activation checkpointing, also repeated operations are counted).
 
     Args:
         model: model in training.
         input_fix: function that returns what to change if the run is input-bound.
-        peak: peak of the device in FLOP/s. Default None: unknown.
+        peak: function that returns the peak of the device in FLOP/s for the policy of a step, which a fallback
+            replaces; None if it is unknown. Default: unknown.
     """
 
     trainer: "SimpleTrainer"
     every_stage = True
 
-    def __init__(self, model: nn.Module, input_fix: Callable[[], str], *, peak: float | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        input_fix: Callable[[], str],
+        *,
+        peak: Callable[[PrecisionPolicy], float | None] = lambda policy: None,
+    ) -> None:
         self.model, self.input_fix, self.peak = model, input_fix, peak
 
     def before_train(self) -> None:
         self._steps, self._seconds, self._waited, self._flops = 0, 0.0, 0.0, 0
+        self._policy: PrecisionPolicy | None = None
+        self._seconds_at: Counter[float] = Counter()  # peak -> seconds
         self._counting = ExitStack()
 
     def before_step(self) -> None:
-        if self.peak and self.trainer.iter == self.trainer.start_iter + 1:
+        if self.trainer.policy is not self._policy:
+            self._policy = self.trainer.policy
+            self._peak = self.peak(self._policy)
+        if self._peak and self.trainer.iter == self.trainer.start_iter + 1:
             from torch.utils.flop_counter import FlopCounterMode  # logs a warning without Triton
 
             self._counting.enter_context(uncompiled(self.model))
@@ -63,15 +78,16 @@ class SpeedMonitor(HookBase):
 
     def after_step(self) -> None:
         trainer = self.trainer
-        if self.peak and trainer.iter == trainer.start_iter + 1:
+        if self._peak and trainer.iter == trainer.start_iter + 1:
             self._counting.close()
             self._flops = self._counter.get_total_flops()
         elif trainer.iter > trainer.start_iter:
             self._steps += 1
             self._seconds += trainer.step_seconds
             self._waited += trainer.data_seconds
-            if self.peak and self._flops and trainer.step_seconds:
-                trainer.metrics.average(flops_utilization=self._flops / trainer.step_seconds / self.peak)
+            if self._peak and self._flops and trainer.step_seconds:
+                self._seconds_at[self._peak] += trainer.step_seconds
+                trainer.metrics.average(flops_utilization=self._flops / trainer.step_seconds / self._peak)
 
     def close(self) -> None:
         self._counting.close()
@@ -87,9 +103,10 @@ class SpeedMonitor(HookBase):
             f"{100 * waiting:.0f} % of the time waiting for images",
             f"peak memory {peak_memory_mb(next(self.model.parameters()).device):.0f} MiB",
         ]
-        if self.peak and self._flops:
-            utilization = self._flops * self._steps / self._seconds / self.peak
-            parts.append(f"{100 * utilization:.0f} % of the {self.peak / 1e12:g} TFLOP/s of the device")
+        if self._seconds_at:
+            possible = sum(peak * seconds for peak, seconds in self._seconds_at.items())
+            peaks = " and ".join(f"{peak / 1e12:g}" for peak in self._seconds_at)
+            parts.append(f"{100 * self._flops * self._steps / possible:.0f} % of the {peaks} TFLOP/s of the device")
         logger.info("%sspeed: %s", f"{trainer.stage_name}: " if trainer.stage_name else "", ", ".join(parts))
         if waiting > INPUT_BOUND:
             logger.warning(
@@ -99,6 +116,9 @@ class SpeedMonitor(HookBase):
 
 class Profile(HookBase):
     """Write a trace of PyTorch's profiler and, on CUDA, a snapshot of the allocated memory for some iterations.
+
+    A run that resumes between these iterations profiles the remaining ones; one that resumes after them without their
+    trace logs a warning.
 
     Args:
         iterations: first and last iteration of the last stage that is profiled, counted from 1.
@@ -122,8 +142,19 @@ class Profile(HookBase):
         self._profiler: profile | None = None
         self._running = ExitStack()
 
+    def before_train(self) -> None:
+        done = self.trainer.start_iter
+        if done >= self.last and comm.is_main_process() and not (self.folder / _TRACE).exists():
+            logger.warning(
+                "SOLVER.PROFILE: iterations %d to %d are not profiled, because the run resumes after iteration %d\n"
+                "  fix: set SOLVER.PROFILE to later iterations",
+                *(self.first, self.last, done),
+            )
+
     def before_step(self) -> None:
-        if self.trainer.iter + 1 != self.first or not comm.is_main_process():
+        iteration = self.trainer.iter + 1
+        is_first = iteration == max(self.first, self.trainer.start_iter + 1)
+        if not (is_first and iteration <= self.last and comm.is_main_process()):
             return
         activities = [ProfilerActivity.CPU]
         if self.trainer.policy.device_type == "cuda":
@@ -145,10 +176,11 @@ class Profile(HookBase):
                 torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))  # noqa: SLF001
                 sort = "self_device_time_total"
             self._running.close()
-            profiler.export_chrome_trace(str(self.folder / "trace.json.gz"))
+            profiler.export_chrome_trace(str(self.folder / _TRACE))
             table = profiler.key_averages().table(sort_by=sort, row_limit=_TOP_OPERATORS)
             (self.folder / "operators.txt").write_text(table, encoding="utf-8")
-        logger.info("profile of iterations %d to %d: %s", self.first, self.trainer.iter + 1, self.folder)
+        first = max(self.first, self.trainer.start_iter + 1)
+        logger.info("profile of iterations %d to %d: %s", first, self.trainer.iter + 1, self.folder)
 
     def close(self) -> None:
         self._profiler = None
