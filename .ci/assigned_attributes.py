@@ -23,7 +23,7 @@ ASSIGNED = {
     "operator.builtinOptions.newShape", "result.shape",
     "last_score", "last_train_time",  # Ray's PopulationBasedTraining
     "in_float32.is_fp32_region", "backbone.variants",  # set on functions by decorators
-    "ctx.rows", "ctx.pixels", "ctx.uses_parameters",  # torch.autograd.Function
+    "ctx.rows", "ctx.pixels", "ctx.uses_parameters", "ctx.softplus",  # torch.autograd.Function
     "hook.trainer",  # the contract of HookBase
     "args.scheduler", "args.srch_algo",  # argparse.Namespace
     # Result objects of the doctor.

@@ -7,6 +7,7 @@ from fastamp.layers.mixstyle import MixStyle
 from fastamp.layers.norm import IBN, build_norm
 from fastamp.layers.partial_fc import PartialFC, PartialLogits
 from fastamp.layers.pooling import POOL_LAYER_REGISTRY, pooled_width
+from fastamp.layers.selective_scan import selective_scan
 
 __all__ = [
     "CLS_LAYER_REGISTRY",
@@ -21,4 +22,5 @@ __all__ = [
     "dot_product_attention",
     "pairwise_distance",
     "pooled_width",
+    "selective_scan",
 ]
