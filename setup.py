@@ -42,7 +42,7 @@ EXTRAS = {
     "clearml": ["clearml"],
     "serve": ["fastapi>=0.116", "uvicorn>=0.30", "python-multipart>=0.0.18", "prometheus-client>=0.20"],
     "video": ["av"],
-    "hub": ["huggingface_hub>=2", "safetensors"],
+    "hub": ["huggingface_hub>=2", "pooch>=1.8", "safetensors"],
     "dev": [
         "ruff",
         "import-linter",
@@ -125,6 +125,7 @@ setup(
         "fastamp.inference": ["templates/*"],
         "fastamp": ["py.typed"],
         "fastamp.report": ["templates/*"],
+        "fastamp.zoo": ["catalog.json"],
         "fastamp.serving": ["static/*"],
         "fastamp.cli": ["project-template/*"],
         "fastamp.configs": ["*.yml", "*/*.yml"],

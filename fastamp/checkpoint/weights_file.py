@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fastamp.checkpoint.pickle_limits import PickleLimitError, check_pickle
+from fastamp.checkpoint.record import read_record
 from fastamp.checkpoint.safetensors_file import read_safetensors
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
 from fastamp.utils.files import FORMAT_KEY, check_format, check_not_device, expand, real_path, write_atomically
@@ -178,7 +179,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
     try:
         check_not_device(path)
         if path.suffix == ".safetensors":
-            return read_safetensors(path)
+            return _with_recorded_config(read_safetensors(path), path)
         _check_archive(path)
         if record := damaged_record(path):
             raise _damaged_file_error(path, f"the checksum of its record {record} does not match")
@@ -187,7 +188,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
         if isinstance(content, dict):
             check_format(content.pop(FORMAT_KEY, FORMAT), FORMAT, path, WeightsError)
-        return content
+        return _with_recorded_config(content, path)
     except PickleLimitError as error:
         raise WeightsError(
             f"weights file {path} ({path.stat().st_size} bytes) was rejected: "
@@ -214,6 +215,12 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         ) from error
     except Exception as error:  # PyTorch raises many exception types for damaged bytes
         raise _damaged_file_error(path, _describe_damage(path), error) from error
+
+
+def _with_recorded_config(content: Any, path: Path) -> Any:
+    """Add the config in the record of a published weights file, which other programs wrote without it."""
+    config = read_record(path).get("config")
+    return {"model": state_dict_in(content, path), "config": config} if isinstance(config, str) else content
 
 
 def _check_archive(path: Path) -> None:

@@ -144,20 +144,24 @@ def run_command(command: str, argv: Sequence[str] | None = None, *, program: str
         SystemExit: if an argument is invalid, if ``--help`` is given, or if a child process failed.
     """
     from fastamp.cli.options import parse_arguments
+    from fastamp.cli.source import with_published_files
 
     module = command_module(command)
     parser = command_parser(command, program)
     with ignore_closed_stdout():  # of the help
         args = parse_arguments(parser, sys.argv[1:] if argv is None else argv)
     codes = [0]
-    return run_command_line(lambda: codes.append(module.run(args))) or codes[-1]
+    return run_command_line(lambda: codes.append(module.run(with_published_files(parser, args)))) or codes[-1]
 
 
 def command_parser(command: str, program: str | None = None) -> argparse.ArgumentParser:
     """Build the argument parser of a command; for the arguments, see ``run_command``."""
+    from fastamp.cli.source import add_accept_withdrawn
+
     module = command_module(command)
     parser = _Parser(prog=program, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add_arguments(parser)
+    add_accept_withdrawn(parser)
     return parser
 
 

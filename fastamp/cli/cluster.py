@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from fastamp.cli.model_arguments import SOURCE_HELP, predictor_of
 from fastamp.cli.options import add_plugin_argument, at_least
+from fastamp.cli.source import model_source
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.plural import plural
 
@@ -36,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FEATURES.npz",
         help="output of `fastamp extract`; with --model a folder, CSV file or dataset",
     )
-    parser.add_argument("--model", metavar="SOURCE", help=f"extract the features with this model: {SOURCE_HELP}")
+    parser.add_argument(
+        "--model", metavar="SOURCE", type=model_source, help=f"extract the features with this model: {SOURCE_HELP}"
+    )
     add_plugin_argument(parser)
     parser.add_argument(
         "--output",

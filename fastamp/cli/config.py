@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from fastamp.cli.options import add_key_values, add_plugin_argument
-from fastamp.cli.source import CONFIG, check_one_config, config_of, is_source, resolve_source
+from fastamp.cli.source import CONFIG, check_one_config, config_of, is_source, model_source, resolve_source
 from fastamp.config import (
     RELEASES,
     CfgNode,
@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explaining = actions.add_parser("explain", help="print all details of one key")
     for subparser in (listing, explaining):
         subparser.add_argument(
-            "source", nargs="?", default="", metavar="SOURCE", help=f"{_SOURCE}, whose values are also printed"
+            "source",
+            nargs="?",
+            default="",
+            metavar="SOURCE",
+            type=model_source,
+            help=f"{_SOURCE}, whose values are also printed",
         )
         subparser.add_argument(
             "--config-file", default="", metavar="FILE", help="recipe or YAML file, instead of SOURCE"
@@ -53,11 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "key", metavar="KEY", help="config key or its last part, in any case; FastReID's names are accepted"
     )
     showing = actions.add_parser("show", help="print a complete config as YAML")
-    showing.add_argument("source", metavar="SOURCE", help=_SOURCE)
+    showing.add_argument("source", metavar="SOURCE", type=model_source, help=_SOURCE)
     add_key_values(showing)
     comparing = actions.add_parser("diff", help="print the differences between two configs")
     for name, letter in (("first", "A"), ("second", "B")):
-        comparing.add_argument(name, metavar=letter, help=_SOURCE)
+        comparing.add_argument(name, metavar=letter, type=model_source, help=_SOURCE)
     converting = actions.add_parser("convert", help="convert a config file from FastReID v0.1.1 or v1.0.0")
     converting.add_argument("file", metavar="OLD.yml", help="config file; its _BASE_ files are merged")
     converting.add_argument("--output", "-o", default="", metavar="NEW.yml", help="output file (default: stdout)")

@@ -17,7 +17,7 @@ from typing import Any
 
 from fastamp.cli import train
 from fastamp.cli.options import add_key_values, add_plugin_argument
-from fastamp.cli.source import CONFIG, resolve_source
+from fastamp.cli.source import CONFIG, model_source, resolve_source
 from fastamp.utils.arguments import add_launch_arguments
 from fastamp.utils.errors import ConfigError
 
@@ -32,7 +32,12 @@ _EXCLUDED = ("MODEL.HEADS.NUM_CLASSES", "MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBO
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    parser.add_argument("weights", metavar="FILE", help="checkpoint, run folder, or weights file of another program")
+    parser.add_argument(
+        "weights",
+        metavar="FILE",
+        type=model_source,
+        help="checkpoint, run folder, weights file of another program, or name of `fastamp models`",
+    )
     parser.add_argument("data", metavar="DATA", help="dataset: csv:FILE, folder:FOLDER or a registered name")
     parser.add_argument("--dry-run", action="store_true", help="estimate time and memory, and exit")
     parser.add_argument(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastamp.cli.options import add_plugin_argument, split_key_values
-from fastamp.cli.source import CONFIG, evaluation_config, resolve_source
+from fastamp.cli.source import CONFIG, evaluation_config, model_source, resolve_source
 from fastamp.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from fastamp.inference.feature_model import FeatureModel
 
 SOURCE_HELP = (
-    "checkpoint, run folder (its model_best.pth), packaged model, hf://user/name, or recipe or YAML file with "
-    "MODEL.WEIGHTS"
+    "checkpoint, run folder (its model_best.pth), packaged model, hf://user/name, name of `fastamp models`, or recipe "
+    "or YAML file with MODEL.WEIGHTS"
 )
 
 
@@ -23,7 +23,7 @@ EXPORTED_HELP = f"{SOURCE_HELP}; or exported .onnx, .xml or .tflite file"
 
 def add_model_arguments(parser: argparse.ArgumentParser, help: str = SOURCE_HELP) -> None:
     """Add the arguments SOURCE, --device, --plugin and --opts; ``add_key_values`` adds KEY VALUE."""
-    parser.add_argument("checkpoint", metavar="SOURCE", help=help)
+    parser.add_argument("checkpoint", metavar="SOURCE", type=model_source, help=help)
     parser.add_argument("--device", default="auto", help="device: auto, cpu, cuda, cuda:N or mps (default: auto)")
     add_plugin_argument(parser)
     parser.add_argument(

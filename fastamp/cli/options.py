@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fastamp.cli.source import is_source
+from fastamp.cli.source import is_source, model_source
 from fastamp.utils.errors import ConfigError
 
 _KEY = re.compile(r"[A-Z][A-Z0-9_]*(\.[^=\s]+)?")
@@ -42,7 +42,8 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="SOURCE",
-        help="recipe (see `fastamp recipes`), YAML file, checkpoint or run folder",
+        type=model_source,
+        help="recipe (see `fastamp recipes`), YAML file, checkpoint, run folder, or name of `fastamp models`",
     )
     parser.add_argument("--config-file", default="", metavar="FILE", help="recipe or YAML file, as in FastReID")
     add_key_values(parser)

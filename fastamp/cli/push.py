@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from fastamp.cli.model_arguments import SOURCE_HELP
 from fastamp.cli.options import add_plugin_argument
-from fastamp.cli.source import CONFIG, resolve_source
+from fastamp.cli.source import CONFIG, model_source, resolve_source
 from fastamp.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    parser.add_argument("checkpoint", metavar="SOURCE", help=SOURCE_HELP)
+    parser.add_argument("checkpoint", metavar="SOURCE", type=model_source, help=SOURCE_HELP)
     parser.add_argument("repository", metavar="USER/NAME", nargs="?", default="", help="name of the model on the Hub")
     parser.add_argument(
         "--to", metavar="FOLDER", default="", help="write the package to a new folder, without uploading"

@@ -1,4 +1,4 @@
-"""First argument of a command: a recipe, YAML file, checkpoint, run folder, packaged model or model on the Hub."""
+"""First argument of a command: a recipe, YAML file, checkpoint, run folder, packaged model, published or Hub model."""
 
 import argparse
 import os
@@ -13,10 +13,66 @@ if TYPE_CHECKING:
     from fastamp.config import CfgNode
 
 CONFIG, CHECKPOINT, RUN = "config", "checkpoint", "run folder"
-HUB_PREFIX = "hf://"
+HUB_PREFIX, ZOO_PREFIX = "hf://", "zoo:"
 _YAML = (".yml", ".yaml")
 # Keys of the machine that trained, not of the model.
 _MACHINE_KEYS = ("OUTPUT_DIR", "DIST_TIMEOUT_MINUTES", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR")
+
+
+def model_source(text: str) -> str:
+    """Mark an argument of argparse as SOURCE by ``type=model_source``: it may be a name of the catalog.
+
+    ``with_published_files`` replaces the name before the command runs, and the command gets ``--accept-withdrawn``.
+    """
+    return text
+
+
+def add_accept_withdrawn(parser: argparse.ArgumentParser) -> None:
+    """Add ``--accept-withdrawn`` to the parsers, also those of subcommands, that have a SOURCE."""
+    for action in list(parser._actions):
+        if action.nargs == argparse.PARSER and isinstance(action.choices, dict):
+            for subparser in action.choices.values():
+                add_accept_withdrawn(subparser)
+    if any(action.type is model_source for action in parser._actions):
+        parser.add_argument(
+            "--accept-withdrawn",
+            action="store_true",
+            help="accept published weights that were trained on images withdrawn by their owner (DukeMTMC)",
+        )
+
+
+def with_published_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments with the path of the file, downloaded if missing, instead of each name of the catalog.
+
+    Raises:
+        UserError: see ``fastamp.zoo.checkpoint``.
+    """
+    parsers = [parser]
+    for action in parser._actions:
+        if action.nargs == argparse.PARSER and isinstance(action.choices, dict):
+            parsers += [action.choices[name] for name in (vars(args)[action.dest],) if name in action.choices]
+    values = vars(args)
+    for action in [action for parser in parsers for action in parser._actions if action.type is model_source]:
+        given = values.get(action.dest)
+        paths = [_published_file(text, values["accept_withdrawn"]) for text in _as_list(given)]
+        values = values | {action.dest: paths if isinstance(given, list) else paths[0] if paths else given}
+    return argparse.Namespace(**values)
+
+
+def _as_list(given: str | list[str] | None) -> list[str]:
+    return given if isinstance(given, list) else [given] if given else []
+
+
+def _published_file(text: str, accept_withdrawn: bool) -> str:
+    """Return the path of the file that ``text`` names in the catalog; paths, recipes and others are unchanged."""
+    from fastamp.config.recipes import find_recipe
+
+    is_prefixed = text.startswith(ZOO_PREFIX)
+    if not is_prefixed and ("/" in text or Path(text).expanduser().exists() or find_recipe(text)):
+        return text  # without importing PyTorch
+    from fastamp.zoo import checkpoint, matches
+
+    return str(checkpoint(text, accept_withdrawn=accept_withdrawn)) if is_prefixed or matches(text) else text
 
 
 @dataclass(frozen=True)
@@ -56,6 +112,7 @@ def resolve_source(text: str | os.PathLike[str]) -> Source:
         WeightsError: if a model cannot be downloaded.
     """
     from fastamp.config.recipes import find_recipe, list_recipes
+    from fastamp.zoo import names
 
     text = os.fspath(text)
     if text.startswith(HUB_PREFIX):
@@ -73,9 +130,9 @@ def resolve_source(text: str | os.PathLike[str]) -> Source:
             return Source(text, CONFIG, recipe)
         if not path.suffix:
             raise ConfigError(
-                f"{text!r} was not found.{did_you_mean(text, list_recipes())}\n"
-                "  expected: a recipe, YAML file, checkpoint or run folder\n"
-                "  fix: correct the path, or choose one of `fastamp recipes`"
+                f"{text!r} was not found.{did_you_mean(text, [*list_recipes(), *names()])}\n"
+                "  expected: a recipe, YAML file, checkpoint, run folder, or name of published weights\n"
+                "  fix: correct the path, or choose one of `fastamp recipes` or `fastamp models`"
             )
     return Source(text, CONFIG if path.suffix.lower() in _YAML else CHECKPOINT, path)
 
@@ -84,7 +141,7 @@ def is_source(text: str) -> bool:
     """Return True if ``text`` is spelled as a YAML file or checkpoint, or is an existing run folder or a recipe."""
     from fastamp.config.recipes import find_recipe
 
-    if text.startswith(HUB_PREFIX):
+    if text.startswith((HUB_PREFIX, ZOO_PREFIX)):
         return True
     if ":" in text:  # csv:FILE
         return False
@@ -222,6 +279,7 @@ def evaluation_config(
     from fastamp.checkpoint.entries import merge_if_config
     from fastamp.checkpoint.weights_file import read_checkpoint
     from fastamp.config import get_cfg, read_config
+    from fastamp.zoo import checkpoint
 
     resolved = resolve_source(source) if source else None
     if resolved and resolved.kind == CONFIG:
@@ -233,6 +291,9 @@ def evaluation_config(
     applied_opts = opts if config_file or len(opts) % 2 else _pairs_of("MODEL.WEIGHTS", opts)
     given = read_config(config_file, applied_opts, plugin=plugin)
     weights = given.MODEL.WEIGHTS
+    if weights.startswith(ZOO_PREFIX) and not config_file:
+        weights = str(checkpoint(weights, accept_withdrawn=given.MODEL.WEIGHTS_ACCEPT_WITHDRAWN))
+        opts = [*opts, "MODEL.WEIGHTS", weights]
     if not weights:
         raise ConfigError(
             "MODEL.WEIGHTS is not set.\n"

@@ -11,12 +11,12 @@ examples:
 import argparse
 
 from fastamp.cli.model_arguments import SOURCE_HELP
-from fastamp.cli.source import evaluation_config, resolve_source
+from fastamp.cli.source import evaluation_config, model_source, resolve_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    parser.add_argument("checkpoint", metavar="SOURCE", help=SOURCE_HELP)
+    parser.add_argument("checkpoint", metavar="SOURCE", type=model_source, help=SOURCE_HELP)
     parser.add_argument(
         "output", metavar="OUT", nargs="?", help="output file (default: CHECKPOINT_stripped.pth in the same folder)"
     )

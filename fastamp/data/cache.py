@@ -23,7 +23,7 @@ from fastamp.data.datasets.items import PackedItems
 from fastamp.data.file_parts import file_of
 from fastamp.data.jpeg_warnings import decoding_pool, read_in_threads
 from fastamp.utils.errors import DataError, system_cause
-from fastamp.utils.files import expand
+from fastamp.utils.files import expand, user_cache
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
@@ -182,9 +182,8 @@ def _memory_folder() -> Path:
 
 def _disk_folder(folder: str) -> Path:
     """Return the first writable folder for the cache on disk."""
-    fallback = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fastamp"
     root = [data_root() / ".fastamp-cache"] if data_root().is_dir() else []
-    candidates = [expand(folder)] if folder else [*root, fallback]
+    candidates = [expand(folder)] if folder else [*root, user_cache()]
     for candidate in candidates:
         try:
             candidate.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,7 @@ from fastamp.solver import WeightAverage, build_optimizer
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, UserError
 from fastamp.utils.logger import log_to_console
+from fastamp.zoo import with_local_files
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,7 @@ class Builders:
         """
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("--eval-only requires MODEL.WEIGHTS.\n  fix: add MODEL.WEIGHTS path/to/model.pth")
+        cfg = with_local_files(cfg)
         # Built before the model, so that missing images and test sets fail early.
         loaders, precise_bn_loader = cls._build_test_loaders(cfg), cls.build_precise_bn_loader(cfg)
         for name, test in loaders.items():
@@ -200,6 +202,6 @@ class Builders:
         Raises:
             UserError: if the weights are missing or damaged, or do not match the model.
         """
-        cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})  # overwritten below
+        cfg = with_local_files(cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False}))  # overwritten below
         model = cls.build_model(cfg)
         return model, load_evaluated_weights(model, read_checkpoint(cfg.MODEL.WEIGHTS), cfg)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fastamp import zoo
 from fastamp.checkpoint.load_state import examples
 from fastamp.checkpoint.safetensors_file import CONFIG_NAME, WEIGHTS_NAME
 from fastamp.config.recipes import find_recipe
@@ -51,21 +52,25 @@ def from_pretrained(
     cache_dir: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
     local_files_only: bool = False,
+    accept_withdrawn: bool = False,
 ) -> Predictor:
-    """Load a trained model from a folder or from the Hugging Face Hub.
+    """Load a trained model from a folder, from the catalog of published weights, or from the Hugging Face Hub.
 
     Only ``model.safetensors`` and ``config.yaml`` are downloaded. Neither contains code, and pickle files and plugins
     are never downloaded.
 
     Args:
-        name: packaged model (output folder of ``fastamp push --to``), run folder, or checkpoint; or ``user/name`` on
-            the Hub, also written ``hf://user/name`` and ``hf://user/name@revision``. An existing path has precedence.
+        name: packaged model (output folder of ``fastamp push --to``), run folder, or checkpoint; else a name in the
+            catalog (``fastamp models``), or a part of it that no other name has, also written ``zoo:NAME``; else
+            ``user/name`` on the Hub, also written ``hf://user/name`` and ``hf://user/name@revision``.
         device, opts, plugin: see ``Predictor``.
         revision: branch, tag or commit hash on the Hub. Default: None, the branch main. The files of a commit hash
             never change.
         cache_dir: folder for downloads. Default: None, the cache of huggingface_hub (``HF_HOME``).
         token: access token for the Hub; False for none. Default: None, the token of ``HF_TOKEN`` or ``hf auth login``.
         local_files_only: if True, use only files that have been downloaded before. Default: False.
+        accept_withdrawn: accept weights of the catalog that were trained on images withdrawn by their owner.
+            Default: False.
 
     Returns:
         A predictor: ``features``, ``compare`` and ``search``; its attribute ``model`` is the ``nn.Module``.
@@ -78,6 +83,8 @@ def from_pretrained(
     text = os.fspath(name)
     is_remote = text.startswith(PREFIX)
     path = expand(text)
+    if text.startswith(zoo.PREFIX) or not (is_remote or path.exists() or "/" in text or isinstance(name, os.PathLike)):
+        path = zoo.checkpoint(text, accept_withdrawn=accept_withdrawn)
     if is_remote or not (path.exists() or isinstance(name, os.PathLike)):
         path = download(text, revision=revision, cache_dir=cache_dir, token=token, local_files_only=local_files_only)
     elif revision is not None:

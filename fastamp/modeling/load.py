@@ -20,6 +20,7 @@ from fastamp.layers.lora import merge_adapters
 from fastamp.modeling.meta_arch import build_model
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import expand
+from fastamp.zoo import with_local_files
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def load_model(
         cfg = _with_options(source, device, opts)
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("MODEL.WEIGHTS is empty.\n  fix: set MODEL.WEIGHTS to the weights file")
+        cfg = with_local_files(cfg)
         content = read_checkpoint(cfg.MODEL.WEIGHTS)
     else:
         checkpoint = checkpoint_of(expand(source))

@@ -27,6 +27,11 @@ def expand(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def user_cache() -> Path:
+    """Return the folder for files that can be made or downloaded again: ``$XDG_CACHE_HOME/fastamp``."""
+    return expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fastamp"
+
+
 def real_path(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path with symbolic links resolved. Unlike ``Path.resolve``, do not raise on link loops."""
     return Path(os.path.realpath(path))

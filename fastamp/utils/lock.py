@@ -9,7 +9,8 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -93,6 +94,33 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
     if not _locks:
         atexit.register(unlock_all)
     _locks[name] = (os.getpid(), file)
+
+
+@contextmanager
+def waiting_lock(path: Path) -> Iterator[None]:
+    """Hold a lock on a file, which is created and removed again; wait while another process holds it.
+
+    Without support of the file system, nothing is locked.
+
+    Raises:
+        WriteError: if the file cannot be created.
+    """
+    while True:
+        with writing(path):
+            file = _open(path)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError:  # the file system does not support locks
+            break
+        if os.fstat(file.fileno()).st_nlink:
+            break
+        file.close()  # its former holder has removed it
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+        file.close()
 
 
 def unlock_folder(folder: str | os.PathLike[str]) -> None:

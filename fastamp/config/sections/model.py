@@ -11,7 +11,16 @@ KEYS = (
         "Channels-last memory format; auto enables it on CPU, and on CUDA with AMP.",
         choices=("auto", "on", "off"),
     ),
-    Key("MODEL.WEIGHTS", "", "Weights file for initialization or evaluation of the model; '' for none."),
+    Key(
+        "MODEL.WEIGHTS",
+        "",
+        "Weights file for initialization or evaluation of the model, or zoo:NAME of `fastamp models`; '' for none.",
+    ),
+    Key(
+        "MODEL.WEIGHTS_ACCEPT_WITHDRAWN",
+        False,
+        "Accept zoo:NAME of weights that were trained on images withdrawn by their owner (DukeMTMC).",
+    ),
     Key(
         "MODEL.WEIGHTS_MIN_MATCH",
         0.9,

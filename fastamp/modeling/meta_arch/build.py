@@ -16,6 +16,7 @@ from fastamp.utils.compiled import compile_parts
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.plural import plural
 from fastamp.utils.registry import Registry, adopt
+from fastamp.zoo import with_local_files
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ def build_model(cfg: CfgNode) -> nn.Module:
         WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     check_is_config(cfg)
+    cfg = with_local_files(cfg)
     device = resolve_device(requested_device(cfg))
     name = cfg.MODEL.META_ARCHITECTURE
     if (cfg.KD.MODEL_CONFIG or cfg.KD.EMA.ENABLED) and name in ("Baseline", "LightMBN", "MGN", "MoCo"):

@@ -1,0 +1,167 @@
+"""Files of the catalog: the folder, downloads with their size and hash, and the config next to each file.
+
+Published files have no config of fastamp. A record next to the file, ``NAME.pth.json``, has the config of the entry
+together with the size and the SHA-256 of the file; ``read_checkpoint`` reads both files, so that every command takes
+the file as it takes a checkpoint.
+"""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from fastamp.checkpoint.download import OFFLINE, Downloader, DownloadError, is_offline
+from fastamp.checkpoint.record import add_to_record, read_record, record_of
+from fastamp.config import CfgNode
+from fastamp.utils.errors import ConfigError, WeightsError, optional_package, writing
+from fastamp.utils.files import expand, file_sha256, user_cache
+from fastamp.utils.lock import waiting_lock
+from fastamp.zoo.catalog import PREFIX, Entry, find
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "FASTAMP_ZOO"
+"""Environment variable with the folder of the files."""
+ACCEPT_KEY = "MODEL.WEIGHTS_ACCEPT_WITHDRAWN"
+_KEPT_SUFFIXES = (".safetensors", ".onnx", ".xml")
+
+
+def zoo_folder() -> Path:
+    """Return the folder of the files: ``$FASTAMP_ZOO``, else ``$XDG_CACHE_HOME/fastamp/zoo``."""
+    given = os.environ.get(FOLDER)
+    return expand(given) if given else user_cache() / "zoo"
+
+
+def path_of(entry: Entry) -> Path:
+    """Return the path of the file of an entry: its name in the catalog, since the names of programs collide."""
+    suffix = Path(entry.file).suffix
+    return zoo_folder() / f"{entry.name}{suffix if suffix in _KEPT_SUFFIXES else '.pth'}"
+
+
+def checkpoint(name: str | Entry, *, accept_withdrawn: bool = False) -> Path:
+    """Return the file of an entry, downloaded if it is missing, with the config of its model in the record.
+
+    Raises:
+        ConfigError: if the name is unknown or ambiguous, or the entry has no recipe; see also ``local_file``.
+        WeightsError: see ``local_file``.
+    """
+    entry = find(name) if isinstance(name, str) else name
+    config = entry.config().dump()
+    path = local_file(entry, accept_withdrawn=accept_withdrawn)
+    add_to_record(path, {"config": config})
+    return path
+
+
+def local_file(entry: Entry, *, accept_withdrawn: bool = False) -> Path:
+    """Return the file of an entry, downloaded if it is missing.
+
+    The size and the SHA-256 are those that were published, else those of the first use; both are checked.
+
+    Args:
+        entry: entry of the catalog.
+        accept_withdrawn: accept weights that were trained on withdrawn images. Default False.
+
+    Raises:
+        ConfigError: if the training images were withdrawn, and ``accept_withdrawn`` is False; if an optional package
+            is missing; or if the folder cannot be written.
+        WeightsError: if the file cannot be downloaded, or is not the published one.
+    """
+    if entry.withdrawn and not accept_withdrawn:
+        raise ConfigError(
+            f"{entry.name} was trained on DukeMTMC, whose images were withdrawn by their owner in 2019.\n"
+            f"  fix: choose another entry of `fastamp models`; or accept it with --accept-withdrawn, "
+            f"accept_withdrawn=True or {ACCEPT_KEY} True"
+        )
+    path = path_of(entry)
+    if not path.exists():
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with waiting_lock(path.with_name(f".{path.name}.lock")):
+            if not path.exists():  # another process has not downloaded it meanwhile
+                _download(entry, path)
+    _check(entry, path)
+    return path
+
+
+def with_local_files(cfg: CfgNode) -> CfgNode:
+    """Return a config in which the path of the file replaces each ``zoo:NAME``; files that are missing are downloaded.
+
+    Raises:
+        UserError: see ``local_file``.
+    """
+    values = {key.path: value for key, value in cfg.keys_below() if _names_entry(value)}
+    if not values:
+        return cfg
+    accept = bool(cfg.MODEL.WEIGHTS_ACCEPT_WITHDRAWN)
+    return cfg.with_values({key: _replaced(value, accept) for key, value in values.items()})
+
+
+def _names_entry(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(_names_entry, value))
+    return isinstance(value, str) and value.startswith(PREFIX)
+
+
+def _replaced(value: Any, accept: bool) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(_replaced(item, accept) for item in value)
+    return str(local_file(find(value), accept_withdrawn=accept)) if _names_entry(value) else value
+
+
+def _download(entry: Entry, path: Path) -> None:
+    """Download the file from the first address that has it."""
+    place = f"download it from {entry.url} and save it as {path}"
+    addresses = [*([] if entry.page else [entry.url]), *entry.mirrors]
+    if not addresses:
+        raise WeightsError(
+            f"{entry.name} is not in {path.parent}, and {entry.host} gives the file only through a web page.\n"
+            f"  fix: {place}"
+        )
+    if is_offline():
+        raise WeightsError(
+            f"{entry.name} is not in {path.parent}, and {OFFLINE} forbids downloads.\n"
+            f"  fix: unset {OFFLINE}, set {FOLDER} to a folder that has the file, or {place}"
+        )
+    problems = []
+    for url in addresses:
+        try:
+            _fetch(url, path, entry)
+            logger.info("%s: saved as %s", entry.name, path)
+            return
+        except DownloadError as error:
+            problems.append(str(error))
+    listed = "\n    ".join(problems)
+    raise WeightsError(
+        f"{entry.name} cannot be downloaded.\n  found:\n    {listed}\n"
+        f"  fix: try again later, which continues the download; check the proxy (https_proxy); or {place}"
+    )
+
+
+def _fetch(url: str, path: Path, entry: Entry) -> None:
+    """Download one address with pooch, which compares the hash before the file gets its name."""
+    with optional_package("downloading published weights requires pooch", "hub", f", or save {url} as {path}"):
+        import pooch
+    pooch.get_logger().setLevel("WARNING")  # it logs the hash that it did not expect, and its own progress
+    logger.info("downloading %s", url)
+    downloader = Downloader(path.with_name(f".{path.name}.part"), size=entry.size)
+    known = f"sha256:{entry.sha256}" if entry.sha256 else None
+    try:
+        pooch.retrieve(url, known, path.name, path.parent, downloader=downloader)
+    except ValueError as error:  # another hash
+        raise DownloadError(f"{url}: {str(error).splitlines()[0]}") from error
+
+
+def _check(entry: Entry, path: Path) -> None:
+    """Compare the size and the SHA-256 of a file with those of the entry, else with its record, else record them."""
+    recorded = read_record(path)
+    size, sha256 = path.stat().st_size, file_sha256(path)
+    known_size, known = entry.size or recorded.get("size"), entry.sha256 or recorded.get("sha256") or entry.hash_suffix
+    if (known_size and size != known_size) or (known and not sha256.startswith(known)):
+        stated = "published" if entry.sha256 or entry.size else "recorded at the first use or published"
+        raise WeightsError(
+            f"{path} is not the file that was {stated}.\n"
+            f"  found: {size} bytes, SHA-256 {sha256}\n"
+            f"  expected: {known_size or 'any number of'} bytes, SHA-256 {known or 'any'}\n"
+            f"  fix: delete it and {record_of(path).name} to download it again"
+        )
+    add_to_record(path, {"url": entry.url, "size": size, "sha256": sha256})

@@ -1,0 +1,126 @@
+"""Tests of the catalog: names, configs from facts, and files that a user put into the folder."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fastamp
+from fastamp import zoo
+from fastamp.cli import main
+from fastamp.config import read_config
+from fastamp.engine.builders import Builders
+from fastamp.modeling import build_model, load_model
+from fastamp.utils.errors import ConfigError, WeightsError
+
+NAME = "torchreid_osnet_x0_25_msmt17"  # a web page gives the file, and its SHA-256 is known
+OPEN = "torchreid_osnet_x0_25_market1501"
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """Empty folder of the catalog, without downloads."""
+    monkeypatch.setenv("FASTAMP_ZOO", str(tmp_path / "zoo"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "zoo").mkdir()
+    return tmp_path / "zoo"
+
+
+@pytest.fixture
+def saved(folder):
+    """State dict without a config, as other programs write it, in the folder; and its path."""
+    config = zoo.find(OPEN).config().with_values({"MODEL.DEVICE": "cpu", "MODEL.LOSSES.NAME": ()})
+    torch.manual_seed(0)
+    path = folder / f"{OPEN}.pth"
+    torch.save({"state_dict": build_model(config).state_dict(), "epoch": 150}, path)
+    return path
+
+
+def test_exact_name_and_unique_parts_are_found():
+    found = zoo.find("torchreid_osnet_x1_0_msmt17")  # also a part of the name of the combineall file
+    assert found.classes == 1041 and zoo.find("zoo:torchreid_osnet_x1_0_msmt17_combineall").classes == 4101
+    assert zoo.find("osnet_x1_0_msmt17") is found and zoo.find("OSNet-x1_0-MSMT17") is found
+    assert zoo.find("megadescriptor_l_384").name == "megadescriptor_l_384"
+
+
+def test_ambiguous_name_lists_candidates_and_unknown_name_the_nearest():
+    with pytest.raises(ConfigError) as caught:
+        zoo.find("bot_r50")
+    assert "fastreid_bot_r50_market1501" in str(caught.value) and "fastreid_bot_r50_msmt17" in str(caught.value)
+    assert "bot_s50" not in str(caught.value)
+    with pytest.raises(ConfigError, match="'fastreid_agw_r50_market1501'"):
+        zoo.find("fastreid_agw_r50_market151")
+    with pytest.raises(ConfigError):
+        zoo.find("osnet_x1")  # parts end at underscores
+
+
+def test_names_are_unique_and_the_first_25_have_a_recipe_and_a_direct_address():
+    entries = zoo.list_entries()
+    assert len({entry.name for entry in entries}) == len(entries) > 200
+    first = [entry for entry in entries if entry.rank]
+    assert sorted(entry.rank for entry in first) == list(range(1, 26))
+    assert [entry.name for entry in first if not entry.recipe or entry.page or entry.withdrawn] == []
+
+
+def test_placed_file_loads_everywhere_with_the_config_of_its_entry(saved, folder):
+    predictor = fastamp.from_pretrained(OPEN, device="cpu")
+    assert predictor.cfg.MODEL.HEADS.NAME == "FCHead" and predictor.cfg.INPUT.INTERPOLATION == "bilinear"
+    expected = torch.load(saved)["state_dict"]["backbone.conv1.conv.weight"]
+    assert torch.equal(predictor.model.state_dict()["backbone.conv1.conv.weight"], expected)
+    record = json.loads((folder / f"{OPEN}.pth.json").read_text())
+    assert record["size"] == saved.stat().st_size and len(record["sha256"]) == 64
+    cfg = zoo.find(OPEN).config().with_values({"MODEL.DEVICE": "cpu", "MODEL.WEIGHTS": f"zoo:{OPEN}"})
+    for loaded in (load_model(cfg).model, Builders.load_model(cfg)[0]):
+        assert torch.equal(loaded.state_dict()["backbone.conv1.conv.weight"], expected)
+
+
+def test_changed_file_and_file_with_another_published_hash_are_refused(saved, folder):
+    fastamp.from_pretrained(OPEN, device="cpu")
+    torch.save({"state_dict": {"x": torch.zeros(3)}}, saved)
+    with pytest.raises(WeightsError, match=r"(?s)sha|SHA.*fix: "):
+        fastamp.from_pretrained(OPEN, device="cpu")
+    torch.save({"state_dict": {"x": torch.zeros(3)}}, folder / f"{NAME}.pth")
+    with pytest.raises(WeightsError, match="6f57607fed9f502b"):
+        fastamp.from_pretrained(NAME, device="cpu")
+
+
+def test_file_behind_a_web_page_names_the_address_and_the_path(folder):
+    entry = replace(zoo.find(OPEN), mirrors=())
+    with pytest.raises(WeightsError) as caught:
+        zoo.local_file(entry)
+    assert entry.url in str(caught.value) and str(folder / f"{OPEN}.pth") in str(caught.value)
+
+
+def test_withdrawn_images_must_be_accepted(folder, capsys):
+    name = "fastreid_bot_r50_dukemtmc"
+    with pytest.raises(ConfigError, match="MODEL.WEIGHTS_ACCEPT_WITHDRAWN"):
+        fastamp.from_pretrained(name)
+    with pytest.raises(WeightsError, match="HF_HUB_OFFLINE"):  # accepted, and not downloaded
+        fastamp.from_pretrained(name, accept_withdrawn=True)
+    values = ["MODEL.WEIGHTS", f"zoo:{name}", "MODEL.WEIGHTS_ACCEPT_WITHDRAWN"]
+    assert zoo.find(name).config().MODEL.WEIGHTS_ACCEPT_WITHDRAWN is False
+    for accept, error in ((False, ConfigError), (True, WeightsError)):
+        with pytest.raises(error):
+            zoo.with_local_files(read_config("", [*values, accept]))
+    assert main(["config", "show", name]) == 2
+    assert "--accept-withdrawn" in capsys.readouterr().err
+    assert main(["config", "show", name, "--accept-withdrawn"]) == 2
+    assert "HF_HUB_OFFLINE" in capsys.readouterr().err
+
+
+def test_commands_take_names(saved, capsys):
+    assert main(["config", "show", "osnet_x0_25_market1501"]) == 0
+    assert "DEPTH: x0_25" in capsys.readouterr().out
+
+
+def test_existing_path_has_precedence(saved, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / OPEN).mkdir()
+    assert main(["config", "show", OPEN]) == 2
+    assert "config.yaml" in capsys.readouterr().err
+
+
+def test_entry_without_a_recipe_is_refused_by_name(folder):
+    with pytest.raises(ConfigError, match="torchreid_hacnn_market1501"):
+        fastamp.from_pretrained("hacnn_market1501")
