@@ -135,7 +135,7 @@ def _features(args: argparse.Namespace, detections: "Boxes") -> "NDArray[np.floa
     from fastamp.tracking.track import detection_features, embedder
 
     model = model_of(args, args.key_values)
-    frames = Frames(args.source, bit_depth=model.transforms.bit_depth)
+    frames = Frames(args.source, bit_depth=model.transforms.bit_depth, decoder=model.transforms.decoder)
     ids = {name: value for name, value in (("camids", args.camid), ("viewids", args.viewid)) if value is not None}
     return detection_features(frames, detections, embedder(model, **ids), batch=model.batch_size)
 

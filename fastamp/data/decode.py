@@ -355,9 +355,8 @@ def _is_heic(source: Any) -> bool:
 def image_from_pil(image: Image.Image, channels: int = 3, *, bit_depth: int | None = BIT_DEPTH) -> Tensor:
     """Convert a PIL image to a tensor that equals the result of ``read_image`` on the image file.
 
-    There are two exceptions. Pixel values from a CMYK JPEG file differ by up to 3, because ``read_image`` decodes such
-    files with torchvision. Pixel values from a large JPEG file may differ by more if ``read_image`` is called with
-    ``least_side``, because a PIL image is always decoded at full size.
+    Pixel values from a large JPEG file may differ if ``read_image`` is called with ``least_side``, because a PIL image
+    is always decoded at full size.
 
     Args:
         image: image in any mode except F (32-bit floats). Its EXIF orientation is applied.

@@ -21,7 +21,7 @@ KEYS = (
         "INPUT.DECODER",
         "auto",
         "Decoder of JPEG files: auto selects the first of torchcodec, torchvision and pil that is installed. They "
-        "return the same pixels; in CMYK files, those of PIL differ by up to 3 of 255.",
+        "return the same pixels.",
         choices=("auto", "torchcodec", "torchvision", "pil"),
     ),
 )
@@ -75,8 +75,8 @@ _LOADERS: dict[str, tuple[str, Callable[[], Callable[[Tensor], Tensor] | None]]]
 def image_decoder(name: str = "auto") -> ImageDecoder:
     """Load a decoder, once in a process.
 
-    All three return the same pixels, except that those of PIL differ by up to 3 of 255 in CMYK files. torchcodec and
-    torchvision decode small files in about two thirds of PIL's time. torchvision will remove its decoders.
+    All three return the same pixels. torchcodec and torchvision decode small files in about two thirds of PIL's time.
+    torchvision will remove its decoders.
 
     Args:
         name: ``INPUT.DECODER``. A warning is logged if ``"auto"`` finds a package that does not work. Default

@@ -33,7 +33,7 @@ class Frames:
     Args:
         source: folder of images whose names end in the number of the frame, e.g. ``000001.jpg``; sequence of the MOT
             Challenge, i.e. a folder with such a folder ``img1``; or video file.
-        bit_depth: see ``read_image``; that of the model, if one is used. Default: None.
+        bit_depth, decoder: see ``read_image``; those of the model, if one is used. Default: None and ``"auto"``.
 
     Attributes:
         path: folder or file.
@@ -45,7 +45,7 @@ class Frames:
         ConfigError: if it is a video and PyAV is not installed.
     """
 
-    def __init__(self, source: str | os.PathLike[str], *, bit_depth: int | None = None) -> None:
+    def __init__(self, source: str | os.PathLike[str], *, bit_depth: int | None = None, decoder: str = "auto") -> None:
         path = expand(source)
         try:
             check_not_device(path)
@@ -55,7 +55,7 @@ class Frames:
             ) from error
         self.path = path / "img1" if (path / "img1").is_dir() else path
         self.rate = Fraction(_DEFAULT_RATE)
-        self._bit_depth = bit_depth
+        self._options = {"bit_depth": bit_depth, "decoder": decoder}
         self._files: dict[int, Path] = {}
         if self.path.is_dir():
             self._files = _numbered_images(self.path)
@@ -85,7 +85,7 @@ class Frames:
         frames = None if needed is None else sorted(set(needed))
         if self._files:
             for number in sorted(self._files) if frames is None else frames:
-                pixels = read_image(str(self._files[number]), 3, max_pixels=LARGEST_PIXELS, bit_depth=self._bit_depth)
+                pixels = read_image(str(self._files[number]), 3, max_pixels=LARGEST_PIXELS, **self._options)
                 yield number, pixels.permute(1, 2, 0).numpy()
         else:
             yield from self._decode(frames)
