@@ -9,7 +9,7 @@ from torch import nn
 from fastamp.checkpoint.load_state import examples, load_model_state
 from fastamp.checkpoint.safetensors_file import checksum
 from fastamp.checkpoint.shards import full_state_form
-from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, teacher_in
+from fastamp.checkpoint.weights_file import average_in, read_checkpoint, state_dict_in
 from fastamp.layers.lora import is_adapter
 from fastamp.utils.errors import WeightsError
 
@@ -96,7 +96,7 @@ def load_adapters(
     of_base = read_checkpoint(base)
     load_model_state(
         model,
-        state_dict_in(teacher_in(of_base), base),
+        state_dict_in(average_in(of_base), base),
         content=of_base,
         source=f"{base} and {source}",
         min_match=min_match,

@@ -12,7 +12,7 @@ from torch import nn
 from fastamp.checkpoint.adapters import ADAPTERS_OF, load_adapters
 from fastamp.checkpoint.load_state import examples, is_weight, load_model_state
 from fastamp.checkpoint.shards import full_state_dict, full_state_form, load_full_state
-from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, teacher_in, write_checkpoint
+from fastamp.checkpoint.weights_file import average_in, read_checkpoint, state_dict_in, write_checkpoint
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.files import write_atomically
@@ -48,7 +48,7 @@ def load_weights(
     Raises:
         WeightsError: see ``state_dict_in``, ``load_model_state`` and ``load_adapters``.
     """
-    state = state_dict_in(teacher_in(content), path)
+    state = state_dict_in(average_in(content), path)
     if ADAPTERS_OF in content:
         load_adapters(model, content, source=path, base=base, min_match=min_match)
     else:

@@ -8,7 +8,7 @@ import torch
 
 # Names of transformer blocks in timm's, Microsoft's, mmsegmentation's and torchvision's state dicts.
 _BLOCK = re.compile(
-    r"(?:^|\.)(?:(?:(?:layers|stages)\.(\d+)\.)?blocks\.(\d+)|features\.(\d+)\.(\d+))\.(?:norm1|attn)\b"
+    r"(?:^|\.)(?:(?:(?:layers|stages)\.(\d+)\.)?blocks\.(\d+)|features\.(\d+)\.(\d+))\.(?:norm1|attn|op)\b"
 )
 
 
@@ -86,6 +86,11 @@ LAYOUTS = (
         "Swin of torchvision",
         ("features.1.0.attn.relative_position_bias_table", "features.0.0.weight", "features.1.0.norm1.weight"),
         "build_swin_backbone",
+    ),
+    Layout(
+        "VMamba",
+        ("layers.0.blocks.0.op.x_proj_weight", "layers.0.blocks.0.op.A_logs", "layers.0.blocks.0.op.conv2d.weight"),
+        "build_vmamba_backbone",
     ),
     Layout(
         "CLIP's ResNet",

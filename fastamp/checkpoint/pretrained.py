@@ -13,7 +13,7 @@ from torch import nn
 
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.state_dict_conversion import backbone_names
-from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, teacher_in
+from fastamp.checkpoint.weights_file import average_in, read_checkpoint, state_dict_in
 from fastamp.utils.errors import ConfigError, WeightsError
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def load_pretrained_backbone(
     else:
         content, source = _download(online), str(online)
     # From a complete ReID model only the backbone is used; the other tensors are reported.
-    state = backbone_names(state_dict_in(teacher_in(content), source))
+    state = backbone_names(state_dict_in(average_in(content), source))
     trunk = {key.removeprefix("backbone."): value for key, value in state.items() if key.startswith("backbone.")}
     if trunk:
         state = {key: value for key, value in state.items() if not key.startswith("backbone.")} | trunk

@@ -131,5 +131,5 @@ def whole_model_names(state: State, backbone: nn.Module, notes: list[str], *, po
             _STEM_NOTE.format(who="ResNets of torchreid")
             + "; LAST_STRIDE is 2 in torchreid's resnet50, 1 in resnet50_fc512"
         )
-    of_head = ("classifier.", "fc.")
-    return {f"{'heads' if name.startswith(of_head) else 'backbone'}.{name}": value for name, value in state.items()}
+    of_head = {name for name in state if name.startswith(("classifier.", "fc."))} - backbone.state_dict().keys()
+    return {f"{'heads' if name in of_head else 'backbone'}.{name}": value for name, value in state.items()}

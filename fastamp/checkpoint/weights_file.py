@@ -3,11 +3,13 @@
 import argparse
 import contextlib
 import io
+import logging
 import os
 import pickle
 import re
 import tarfile
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from fastamp.checkpoint.record import read_record
 from fastamp.checkpoint.safetensors_file import read_safetensors
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
 from fastamp.utils.files import FORMAT_KEY, check_format, check_not_device, expand, real_path, write_atomically
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Number of the format of checkpoints; a change that earlier releases cannot read increases it."""
@@ -38,9 +42,10 @@ _CHUNK = 2**20  # bytes per read, so that the file need not fit into memory
 
 
 def _allowed_types() -> list[Any]:
-    """List the additional types that may be unpickled: NumPy scalars, and argparse namespaces from other programs.
+    """List the additional types that may be unpickled: NumPy scalars, and configs of other programs.
 
-    Unpickling these types runs no code; a Namespace only stores attributes.
+    Unpickling these types runs no code: an argparse namespace only stores attributes, and a node of yacs, as in the
+    files of Swin and VMamba, becomes an ordered dict.
     """
     kinds = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool_")
     reconstruct = np.float64(0).__reduce__()[0]  # NumPy 1 and 2 use different module names
@@ -48,6 +53,7 @@ def _allowed_types() -> list[Any]:
         (reconstruct, "numpy.core.multiarray.scalar"),
         (reconstruct, "numpy._core.multiarray.scalar"),
         argparse.Namespace,
+        (OrderedDict, "yacs.config.CfgNode"),
         np.dtype,
         *(type(np.dtype(kind)) for kind in kinds),
     ]
@@ -369,15 +375,23 @@ def _without_wrappers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return stripped
 
 
-def teacher_in(content: Any) -> Any:
-    """Return the teacher in the content of a checkpoint of DINO (also DINOv2, DINOv3, SOLIDER and PASS).
+def average_in(content: Any) -> Any:
+    """Return the average of the weights in the content of a checkpoint of another program, if it has one.
 
-    These checkpoints hold a student and a teacher, an average of the student, which is the pretrained model. Content
-    without a teacher, or with a ``"model"``, a ``"state_dict"`` or a ``"model_state"``, is returned unchanged.
+    It is the entry ``"model_ema"`` next to ``"model"`` (VMamba, ConvNeXt, DeiT), or the teacher of DINO (also DINOv2,
+    DINOv3, SOLIDER and PASS), next to a student; both programs evaluate the average. Other content is returned
+    unchanged.
     """
-    if not isinstance(content, dict) or any(isinstance(content.get(key), dict) for key in _STATE_DICTS):
+    if not isinstance(content, dict):
         return content
-    return content["teacher"] if isinstance(content.get("teacher"), dict) else content
+    has_state = any(isinstance(content.get(key), dict) for key in _STATE_DICTS)
+    name = "model_ema" if has_state else "teacher"
+    average = content.get(name)
+    if not isinstance(average, dict) or not average:
+        return content
+    if has_state:
+        logger.info("the average of the weights in the file, %r, is used", name)
+    return average
 
 
 def tensors_by_path(content: Any) -> dict[str, torch.Tensor]:

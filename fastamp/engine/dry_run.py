@@ -4,9 +4,10 @@ import logging
 import os
 import shutil
 import time
+import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,36 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
         print(f"\n{table}\n\ndry run: nothing was written to {output_dir}", flush=True)
 
 
+@typing.runtime_checkable
+class CountedModule(typing.Protocol):
+    """Module whose multiply-adds do not depend on the operations that compute it, such as a recurrence."""
+
+    def multiply_adds(self, *inputs: Any) -> float:
+        """Count the multiply-adds of ``forward`` with these positional arguments."""
+
+
 def multiply_adds(model: nn.Module, inputs: Any) -> float:
-    """Count the multiply-adds of convolutions and matrix products in ``model(inputs)``."""
+    """Count the multiply-adds of convolutions and matrix products in ``model(inputs)``.
+
+    A ``CountedModule`` counts its own.
+    """
     counter = FlopCounterMode(display=False)
+    counts: list[float] = []
+
+    def subtract_before(module: nn.Module, args: Any) -> None:
+        counts.append(counter.get_total_flops() / 2)
+
+    def subtract_after(module: Any, args: Any, output: Any) -> None:
+        counts.append(module.multiply_adds(*args) - counter.get_total_flops() / 2)
+
     # The counter does not support fused attention.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter, ExitStack() as hooks_of_modules:
+        for module in model.modules():
+            if isinstance(module, CountedModule):
+                hooks_of_modules.enter_context(module.register_forward_pre_hook(subtract_before))
+                hooks_of_modules.enter_context(module.register_forward_hook(subtract_after))
         model(inputs)
-    return counter.get_total_flops() / 2
+    return counter.get_total_flops() / 2 + sum(counts)
 
 
 # ---- training

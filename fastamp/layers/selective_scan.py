@@ -110,7 +110,7 @@ def _recurrence(factor: Tensor, entering: Tensor, before: Tensor | None = None, 
         factor, entering: (batch, L, N, channels).
         before: (batch, N, channels), state before the first position. Default None: 0.
     """
-    length = factor.shape[1]
+    length = int(factor.shape[1])  # torch.jit traces sizes as tensors
     if length <= _CHUNK:
         return torch.stack(_steps(factor.unbind(1), entering.unbind(1), before, reverse), 1)
     chunks, rest = divmod(length, _CHUNK)

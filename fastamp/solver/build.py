@@ -42,20 +42,32 @@ class OptimizerOwner(Protocol):
         """Build the optimizer."""
 
 
+@runtime_checkable
+class PartlyDecayed(Protocol):
+    """Module with parameters that are not subject to weight decay, such as decay rates of a recurrence.
+
+    Attributes:
+        without_weight_decay: names of these parameters in the module.
+    """
+
+    without_weight_decay: tuple[str, ...]
+
+
 def parameter_groups(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
     """Group the trainable parameters by role.
 
     A role consists of the part of the model (``heads``, or the first component of the module's name), the kind of
-    parameter (``weight``, ``norm`` or ``bias``), and the globs of ``LR_FACTORS`` that match the parameter's name. Roles
-    do not depend on the values of learning rates and weight decays. The groups therefore stay the same when these
-    values change, e.g. in population-based training.
+    parameter (``weight``, ``norm``, ``bias`` or ``undecayed``), and the globs of ``LR_FACTORS`` that match the
+    parameter's name. Roles do not depend on the values of learning rates and weight decays. The groups therefore stay
+    the same when these values change, e.g. in population-based training.
 
     Biases are the parameters with ``bias`` in their name, e.g. tables of relative position biases, as in TransReID. The
-    weight decay is ``WEIGHT_DECAY_NORM`` for norm layers, ``WEIGHT_DECAY_BIAS`` for all biases including those of
-    norm layers, and ``WEIGHT_DECAY`` otherwise. The learning rate is ``BASE_LR`` times ``BIAS_LR_FACTOR`` for biases,
-    ``HEADS_LR_FACTOR`` for the heads, the factor of each matching glob of ``LR_FACTORS``, ``LAYER_DECAY ** n`` for
-    parameters of the backbone with n layers after them (see ``_layers_after``), and the factor that ``LR_SCALING``
-    derives from the batch size. Parameters of modules with a ``build_optimizer`` method are excluded.
+    weight decay is ``WEIGHT_DECAY_NORM`` for norm layers, ``WEIGHT_DECAY_BIAS`` for all biases including those of norm
+    layers, 0 for ``PartlyDecayed.without_weight_decay``, and ``WEIGHT_DECAY`` otherwise. The learning rate is
+    ``BASE_LR`` times ``BIAS_LR_FACTOR`` for biases, ``HEADS_LR_FACTOR`` for the heads, the factor of each matching glob
+    of ``LR_FACTORS``, ``LAYER_DECAY ** n`` for parameters of the backbone with n layers after them (see
+    ``_layers_after``), and the factor that ``LR_SCALING`` derives from the batch size. Parameters of modules with a
+    ``build_optimizer`` method are excluded.
 
     Args:
         cfg: config; reads ``SOLVER``.
@@ -84,7 +96,9 @@ def parameter_groups(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
             lr, weight_decay, kind = base_lr, solver.WEIGHT_DECAY, "weight"
             if isinstance(module, _NORM_LAYERS):
                 weight_decay, kind = solver.WEIGHT_DECAY_NORM, "norm"
-            if "bias" in name:  # as in TransReID: also in_proj_bias and relative_position_bias_table
+            if isinstance(module, PartlyDecayed) and name in module.without_weight_decay:
+                weight_decay, kind = 0.0, "undecayed"
+            elif "bias" in name:  # as in TransReID: also in_proj_bias and relative_position_bias_table
                 lr *= solver.BIAS_LR_FACTOR
                 weight_decay, kind = solver.WEIGHT_DECAY_BIAS, "bias"
             part = module_name.partition(".")[0]
@@ -143,8 +157,9 @@ def _layers_after(cfg: CfgNode, model: nn.Module) -> dict[int, int]:
         raise ConfigError(
             f"SOLVER.LAYER_DECAY is {cfg.SOLVER.LAYER_DECAY:g}, but the layers of MODEL.BACKBONE.NAME="
             f"{cfg.MODEL.BACKBONE.NAME} in {cfg.MODEL.META_ARCHITECTURE} are not defined. Backbones with layers: "
-            "build_vit_backbone, build_swin_backbone, build_solider_backbone, build_clip_vit_backbone, "
-            "build_clip_resnet_backbone, build_resnet_backbone, build_resnext_backbone and timm's models with blocks.\n"
+            "build_vit_backbone, build_swin_backbone, build_solider_backbone, build_vmamba_backbone, "
+            "build_clip_vit_backbone, build_clip_resnet_backbone, build_resnet_backbone, build_resnext_backbone and "
+            "timm's models with blocks.\n"
             "  fix: set SOLVER.LAYER_DECAY to 1, or choose another MODEL.BACKBONE.NAME"
         )
     return counts

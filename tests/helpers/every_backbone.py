@@ -26,6 +26,7 @@ BACKBONES = {
     "vit deit_small": 384,
     "swin tiny": 768,
     "solider tiny": 768,
+    "vmamba nano": 256,
     "clip_vit tiny": 128,
     "clip_vit tiny PROJECTION": 192,
     "clip_resnet tiny": 512,

@@ -27,6 +27,7 @@ TRANSFORMERS = {
     "clip_vit tiny": 16,
     "swin tiny": 48,
     "solider tiny": 48,
+    "vmamba nano": 20,
     "timm/vit_tiny_patch16_224": 48,
     "timm/vit_small_patch16_dinov3_qkvb": 48,
     "timm/swin_tiny_patch4_window7_224": 48,

@@ -48,6 +48,13 @@ def timm_swin_layer(name):
     return swin_block(match[1], match[2] or -1)
 
 
+def vmamba_layer(name):
+    match = re.match(r"layers\.(\d)\.(?:blocks\.(\d)|downsample)", name)
+    if not match:
+        return FINAL if name.startswith("classifier.") else EMBEDDING
+    return (0, 1, 2, 4, 5)[int(match[1]) + (not match[2])] + int(match[2] or -1)
+
+
 def resnet_layer(name):
     match = re.match(r"(?:layer|NL_)(\d)\.", name)
     return int(match[1]) - 1 if match else EMBEDDING
@@ -59,6 +66,7 @@ CASES = {
     "clip_vit tiny": (4, vit_layer, SIDE),
     "clip_vit tiny PROJECTION": (4, vit_layer, ()),
     "swin tiny": (12, torchvision_swin_layer, ()),
+    "vmamba nano": (5, vmamba_layer, ()),
     "timm/vit_little_patch16_reg4_gap_256": (14, vit_layer, SIDE),
     "timm/vit_small_patch16_dinov3_qkvb": (12, vit_layer, ()),
     "timm/swin_tiny_patch4_window7_224": (12, timm_swin_layer, SIDE),

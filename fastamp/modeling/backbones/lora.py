@@ -23,7 +23,8 @@ KEYS = (
     Key(
         "MODEL.LORA.TARGETS",
         ("attention", "mlp"),
-        "LoRA: linear layers of each block with adapters: attention (queries, keys, values and projection), mlp.",
+        "LoRA: linear layers of each block with adapters: attention (queries, keys, values and projection; VMamba: "
+        "projections of the scan), mlp.",
         of=str,
     ),
     Key(
@@ -34,7 +35,7 @@ KEYS = (
 )
 
 # Part of the module names of a block -> target.
-_TARGETS = {"attn": "attention", "mlp": "mlp"}
+_TARGETS = {"attn": "attention", "op": "attention", "mlp": "mlp"}
 # Embeddings that pretrained weights do not contain.
 _NOT_FROZEN = ("sie_embed",)
 
@@ -55,7 +56,7 @@ def with_adapters(cfg: CfgNode, backbone: nn.Module) -> nn.Module:
     if not lora.RANK:
         return backbone
     for target in lora.TARGETS:
-        check_choice("MODEL.LORA.TARGETS", target, tuple(_TARGETS.values()))
+        check_choice("MODEL.LORA.TARGETS", target, tuple(dict.fromkeys(_TARGETS.values())))
     layers = _linear_layers(backbone, lora.TARGETS)
     if not layers:
         raise ConfigError(
