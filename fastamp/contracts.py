@@ -50,6 +50,7 @@ class Model(ModelBuilder, Protocol):
 
     Attributes:
         trunks: names of the submodules that ``MODEL.COMPILE`` compiles. Default none: it cannot be compiled.
+        one_graph: whether ``MODEL.COMPILE_REGION model`` can compile the forward pass. Default False.
         training_only: names of the submodules that evaluation does not use. Default none.
         supports_partial_fc: whether it works without the logits of all classes (``MODEL.HEADS.PFC``). Default True.
         pools_tracklets: whether features are those of tracklets (``MODEL.HEADS.TEMPORAL_POOL``). Default False.
@@ -57,6 +58,7 @@ class Model(ModelBuilder, Protocol):
 
     training: bool
     trunks: tuple[str, ...] = ()
+    one_graph: bool = False
     training_only: tuple[str, ...] = ()
     supports_partial_fc: bool = True
     pools_tracklets: bool = False

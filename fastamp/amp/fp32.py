@@ -3,7 +3,6 @@
 import copy
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -58,11 +57,12 @@ def force_fp32(function: F) -> F:
 
     @functools.wraps(function)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for device_type in _DEVICE_TYPES:
-                if torch.is_autocast_enabled(device_type):
-                    stack.enter_context(torch.autocast(device_type, enabled=False))
-            return function(*to_float32(args), **to_float32(kwargs))
+        # One context for each call, not an ExitStack, which would break the graph of a compiled model.
+        for device_type in _DEVICE_TYPES:
+            if torch.is_autocast_enabled(device_type):
+                with torch.autocast(device_type, enabled=False):
+                    return in_float32(*args, **kwargs)
+        return function(*to_float32(args), **to_float32(kwargs))
 
     in_float32.is_fp32_region = True  # type: ignore[attr-defined]
     return in_float32  # type: ignore[return-value]

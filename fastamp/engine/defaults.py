@@ -316,6 +316,7 @@ class DefaultTrainer(Builders):
         return [
             *build_training_hooks(cfg, self.model, self.average, self.trainer.iters_per_epoch),
             *self._profile,
+            *([hooks.CompilationMonitor(self.model)] if cfg.MODEL.COMPILE != "off" else []),
             hooks.SpeedMonitor(self.model, partial(input_fix, cfg), peak=peak_flops),
             hooks.PeriodicWriter(cfg.LOG_PERIOD, self.writers, device=next(self.model.parameters()).device),
             self.eval_hook,

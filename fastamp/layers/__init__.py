@@ -3,6 +3,7 @@
 from fastamp.layers.attention import NonLocal, SELayer, dot_product_attention
 from fastamp.layers.classifier import CLS_LAYER_REGISTRY
 from fastamp.layers.distance import pairwise_distance
+from fastamp.layers.drop_path import DropPath
 from fastamp.layers.mixstyle import MixStyle
 from fastamp.layers.norm import IBN, build_norm
 from fastamp.layers.partial_fc import PartialFC, PartialLogits
@@ -13,6 +14,7 @@ __all__ = [
     "CLS_LAYER_REGISTRY",
     "IBN",
     "POOL_LAYER_REGISTRY",
+    "DropPath",
     "MixStyle",
     "NonLocal",
     "PartialFC",

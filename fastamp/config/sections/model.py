@@ -37,9 +37,22 @@ KEYS = (
     Key(
         "MODEL.COMPILE",
         "off",
-        "Backend of torch.compile for the backbone. Compilation takes minutes and is useful for long runs on a GPU.",
+        "Backend of torch.compile for MODEL.COMPILE_REGION. Compilation takes minutes and is useful for long runs.",
         choices=("off", "inductor", "aot_eager", "cudagraphs"),
         aliases={"on": "inductor", "true": "inductor", "false": "off"},
+    ),
+    Key(
+        "MODEL.COMPILE_REGION",
+        "backbone",
+        "What MODEL.COMPILE compiles: the backbone; the whole model with preprocessing, head and losses; or its "
+        "repeated blocks, e.g. those of a transformer, one of which is compiled for all.",
+        choices=("backbone", "model", "blocks"),
+    ),
+    Key(
+        "MODEL.COMPILE_MODE",
+        "default",
+        "Mode of the backend inductor: reduce-overhead uses CUDA graphs, max-autotune also measures kernels.",
+        choices=("default", "reduce-overhead", "max-autotune"),
     ),
     Key(
         "MODEL.FREEZE_LAYERS",

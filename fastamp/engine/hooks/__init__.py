@@ -4,6 +4,7 @@ from fastamp.engine.hooks.activations import ActivationMonitor
 from fastamp.engine.hooks.averaging import EMA, SWA
 from fastamp.engine.hooks.base import HookBase, Priority
 from fastamp.engine.hooks.checkpoint import PeriodicCheckpointer
+from fastamp.engine.hooks.compilation import CompilationMonitor
 from fastamp.engine.hooks.epoch import SetEpoch
 from fastamp.engine.hooks.evaluation import BestMetric, EvalHook
 from fastamp.engine.hooks.freeze import FreezeClassifier, FreezeLayers
@@ -18,6 +19,7 @@ __all__ = [
     "SWA",
     "ActivationMonitor",
     "BestMetric",
+    "CompilationMonitor",
     "EvalHook",
     "FreezeClassifier",
     "FreezeLayers",

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchvision.ops import StochasticDepth
 
 from fastamp.config import CfgNode, Key
 from fastamp.contracts import State
-from fastamp.layers import dot_product_attention
+from fastamp.layers import DropPath, dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
     LayerGroups,
@@ -164,7 +163,7 @@ class ResidualBlock(nn.Module):
         self.attn = PackedAttention(width, heads, causal=causal, dropout=attention_dropout)
         self.mlp = ClipMlp(width, quick_gelu=quick_gelu)
         self.drop = nn.Dropout(dropout)
-        self.drop_path = StochasticDepth(drop_path, mode="row") if drop_path > 0 else nn.Identity()
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, tokens, width) to the same shape."""

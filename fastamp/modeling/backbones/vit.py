@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchvision.ops import StochasticDepth
 
 from fastamp.checkpoint.pretrained import Download
 from fastamp.config import CfgNode, Key
 from fastamp.contracts import State
-from fastamp.layers import IBN, build_norm, dot_product_attention
+from fastamp.layers import IBN, DropPath, build_norm, dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
     LayerGroups,
@@ -210,7 +209,7 @@ class Block(nn.Module):
         )
         self.norm2 = nn.LayerNorm(depth.width, eps=_EPS)
         self.mlp = Mlp(depth.width, int(depth.width * depth.mlp_ratio), dropout=dropout)
-        self.drop_path = StochasticDepth(drop_path, mode="row") if drop_path > 0 else nn.Identity()
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map a (B, tokens, width) tensor to a tensor of the same shape."""

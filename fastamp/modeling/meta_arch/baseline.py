@@ -30,6 +30,7 @@ class Baseline(ImageModel):
     """
 
     supports_partial_fc = True
+    one_graph = True
 
     def __init__(
         self,

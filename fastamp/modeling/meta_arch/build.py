@@ -12,7 +12,7 @@ from fastamp.contracts import Model, ModelBuilder
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.modeling.out_of_memory import explain_out_of_memory
-from fastamp.utils.compiled import compile_parts
+from fastamp.utils.compiled import compile_parts, repeated_blocks
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.plural import plural
 from fastamp.utils.registry import Registry, adopt
@@ -82,8 +82,33 @@ def build_model(cfg: CfgNode) -> nn.Module:
     if cfg.MODEL.HEADS.NUM_CLASSES and isinstance(model, ImageModel):
         model.set_label_range(cfg.MODEL.HEADS.NUM_CLASSES, cfg.DATASETS.NAMES)
     if cfg.MODEL.COMPILE != "off":
-        compile_parts(model, model.trunks, cfg.MODEL.COMPILE)
+        _compile(cfg, model)
     return model
+
+
+def _compile(cfg: CfgNode, model: nn.Module) -> None:
+    """Compile ``MODEL.COMPILE_REGION`` of a model.
+
+    Raises:
+        ConfigError: if the model has no such region; see also ``compile_parts``.
+    """
+    region, trunks = cfg.MODEL.COMPILE_REGION, model.trunks
+    whole = ("",) if model.one_graph and trunks else ()
+    names = {"backbone": trunks, "model": whole, "blocks": repeated_blocks(model, trunks)}
+    if not names[region]:
+        missing = {
+            "backbone": 'attribute trunks, such as trunks = ("backbone",), that lists the submodules to compile',
+            "model": "forward pass that is one graph (attribute one_graph)",
+            "blocks": "repeated blocks",
+        }
+        others = [f"MODEL.COMPILE_REGION to {other}" for other, found in names.items() if found]
+        raise ConfigError(
+            f"MODEL.COMPILE is {cfg.MODEL.COMPILE} and MODEL.COMPILE_REGION is {region}, but "
+            f"{type(model).__name__} has no {missing[region]}.\n"
+            f"  fix: set {' or '.join([*others, 'MODEL.COMPILE to off'])}"
+        )
+    prepare = model.prepare if isinstance(model, ImageModel) else None
+    compile_parts(model, names[region], cfg.MODEL.COMPILE, mode=cfg.MODEL.COMPILE_MODE, prepare=prepare)
 
 
 def _check_partial_fc(cfg: CfgNode, model: nn.Module) -> None:

@@ -53,6 +53,7 @@ class Distiller(Baseline):
         parts: keyword arguments of ``Baseline``.
     """
 
+    one_graph = False
     training_only = ("losses", "ema")
     teaches_as = "Baseline"
     pools_tracklets = False

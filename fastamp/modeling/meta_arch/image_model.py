@@ -170,10 +170,29 @@ class ImageModel(nn.Module, Model):
                 f"targets: expected a tensor (B,) of class labels, int64, got {description}.\n"
                 "  fix: pass torch.tensor(labels), with one integer per image"
             )
-        # Labels on the device are not checked: reading them would block the host.
-        if self._num_classes and labels.device.type == "cpu":
-            self._check_labels(labels, batch.get("img_paths"))
+        self._check_labels(labels, batch.get("img_paths"))
         return labels.to(self.device, non_blocking=True)
+
+    def prepare(self, batch: dict[str, Any] | torch.Tensor) -> dict[str, Any]:
+        """Check the labels and IDs of a batch on the host, and return it with its tensors on the device of the model.
+
+        Used before a compiled forward pass, which cannot read values.
+
+        Args:
+            batch: see ``forward`` of the subclass.
+
+        Raises:
+            DataError: if a label or an ID is out of range.
+        """
+        batch = self.as_batch(batch)
+        if self.training:
+            self.targets(batch)
+        if isinstance(self.backbone, IdChecker):
+            self.backbone.check_side_ids(**{name: batch[name] for name in ("camids", "viewids") if name in batch})
+        return {
+            name: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
 
     def set_label_range(self, num_classes: int, datasets: Sequence[str]) -> None:
         """Set the range of training labels, 0..num_classes-1, for models with a module that uses labels as indices.
@@ -190,11 +209,13 @@ class ImageModel(nn.Module, Model):
         self._num_classes, self._datasets = num_classes if indexed else 0, tuple(datasets)
 
     def _check_labels(self, labels: torch.Tensor, paths: Sequence[str] | None) -> None:
-        """Check that the labels of a batch are in the range set by ``set_label_range``.
+        """Check that labels on the CPU are in the range set by ``set_label_range``; on a device, this would wait for it.
 
         Raises:
             DataError: if a label is negative or at least the number of classes.
         """
+        if torch.compiler.is_compiling() or not self._num_classes or labels.device.type != "cpu":
+            return
         wrong = [(row, label) for row, label in enumerate(labels.tolist()) if not 0 <= label < self._num_classes]
         if not wrong:
             return

@@ -91,6 +91,7 @@ class LightMBN(MultiBranchModel):
     """
 
     trunks = ("backbone", *_BRANCHES, "drop_block")
+    one_graph = True
     head_names = HEADS
     pair_features: ClassVar = {name: (name,) for name in ("average", "drop", "whole")}
     mean_over_heads = False

@@ -58,6 +58,7 @@ class MGN(MultiBranchModel):
     """
 
     trunks = ("backbone", "b1", "b2", "b3")
+    one_graph = True
     head_names = HEADS
     pair_features = _PAIR_LOSS_PARTS
 

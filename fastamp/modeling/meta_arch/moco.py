@@ -65,6 +65,7 @@ class MoCo(Baseline):
     """
 
     trunks = ("backbone", "key_encoder.backbone")
+    one_graph = False
     training_only = ("losses", "key_encoder", "memory")
     teaches_as = "Baseline"
     pools_tracklets = False
