@@ -135,11 +135,13 @@ def compile_parts(
     import torch._functorch.config as functorch
 
     # The backward pass is compiled in the forward pass too, where an error leads to the eager pass.
-    functorch.force_non_lazy_backward_lowering = True
+    option = "force_non_lazy_backward_lowering"
+    if hasattr(functorch, option):  # since PyTorch 2.7
+        setattr(functorch, option, True)
     for name in names:
         module = model.get_submodule(name)
         graphs = mode != "default" and device == "cuda" and not name
-        module._compiled_call_impl = _Region(  # type: ignore[assignment]
+        vars(module)["_compiled_call_impl"] = _Region(
             module, name or "the model", state, prepare=None if name else prepare, clone=graphs, **options
         )
 

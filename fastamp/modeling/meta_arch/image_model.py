@@ -209,7 +209,7 @@ class ImageModel(nn.Module, Model):
         self._num_classes, self._datasets = num_classes if indexed else 0, tuple(datasets)
 
     def _check_labels(self, labels: torch.Tensor, paths: Sequence[str] | None) -> None:
-        """Check that labels on the CPU are in the range set by ``set_label_range``; on a device, this would wait for it.
+        """Check that labels on the CPU are in the range of ``set_label_range``; on a device, this would wait for it.
 
         Raises:
             DataError: if a label is negative or at least the number of classes.
