@@ -20,9 +20,11 @@ import pytest
 import tiny
 import torch
 
+from fastamp.amp import OptimizationStep
 from fastamp.engine import DefaultTrainer
 from fastamp.inference import Predictor
 from fastamp.utils import registry
+from fastamp.utils.compiled import compile_parts
 from fastamp.utils.resources import resource_folder
 
 UNGUARDED_MARKS = {"end_to_end", "integration", "slow", "tune", "export", "extras", "cuda"}
@@ -67,6 +69,29 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_generate_tests(metafunc):
+    """Run the tests of failures a second time, with compiled models."""
+    if metafunc.definition.get_closest_marker("failure"):
+        compiled = pytest.param(True, id="compiled", marks=[pytest.mark.export])
+        metafunc.parametrize("compiled_models", [pytest.param(False, id="eager"), compiled], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def compiled_models(request, monkeypatch):
+    """Compile the models that ``OptimizationStep`` trains, in compiled runs of tests with the mark failure."""
+    if not getattr(request, "param", False):
+        return
+    create = OptimizationStep.__init__
+
+    def compile_model(self, model, *args, **kwargs):
+        compile_parts(model, ("",), "aot_eager")
+        create(self, model, *args, **kwargs)
+
+    torch.compiler.reset()
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # its records are not warnings
+    monkeypatch.setattr(OptimizationStep, "__init__", compile_model)
 
 
 @pytest.fixture(scope="session")

@@ -198,7 +198,8 @@ class PrecisionPolicy:
     def checked_autocast(self, model: nn.Module | None = None) -> Iterator[None]:
         """Create an autocast context for the first forward pass, and check that it computes in low precision.
 
-        Compiled submodules run eagerly in it: PyTorch 2.11 never compiles a module whose first pass was recorded.
+        Compiled submodules run eagerly in it, in every precision: PyTorch 2.11 never compiles a module whose first pass
+        was recorded, and all losses of a compiled pass seem to depend on all its parameters (``check_losses``).
 
         Args:
             model: model whose child modules are examined: the dtypes in which each child computes matrix products and
@@ -208,11 +209,12 @@ class PrecisionPolicy:
         Raises:
             TrainingError: if AMP is on, but no operation (other than a cast) returned a tensor of the policy's dtype.
         """
+        eager = nullcontext() if model is None else uncompiled(model)
         if not self.enabled:
-            yield
+            with eager:
+                yield
             return
         recorder = _DtypeRecorder(self.dtype)
-        eager = nullcontext() if model is None else uncompiled(model)
         with eager, recorder, self.autocast(), recorder.follow(model):
             yield
         if not recorder.occurred:
