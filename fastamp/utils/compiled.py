@@ -28,12 +28,14 @@ class Compilation:
 
     Attributes:
         description: config keys and values, for messages.
+        folder: folder of compiled code; "" if the backend keeps none.
         seconds: time of the forward passes that compiled something.
         failed: whether a compilation failed; all regions then run eagerly.
         eager: number of contexts of ``uncompiled`` in which the regions run eagerly.
     """
 
     description: str
+    folder: str = ""
     seconds: float = 0.0
     failed: bool = False
     eager: int = 0
@@ -133,6 +135,11 @@ def compile_parts(
     if mode != "default":
         options["mode"] = mode
     import torch._functorch.config as functorch
+
+    if backend == "inductor":
+        from torch._inductor.runtime.runtime_utils import cache_dir
+
+        state.folder = cache_dir()
 
     # The backward pass is compiled in the forward pass too, where an error leads to the eager pass.
     option = "force_non_lazy_backward_lowering"
@@ -245,6 +252,8 @@ def _describe(region: _Region, counted: tuple[int, int], seconds: float) -> str:
         f"compiled {region.name} for {phase} in {seconds:.1f} s of warm-up ({region.state.description}): "
         f"{plural(frames, 'graph')}, {plural(breaks, 'graph break')}, {plural(recompilations, 'recompilation')}"
     )
+    if region.state.folder:
+        head += f"; compiled code is kept in {region.state.folder} (TORCHINDUCTOR_CACHE_DIR)"
     return "\n  ".join([head, *(f"{count} x {text}" if count > 1 else text for text, count in reasons.items())])
 
 

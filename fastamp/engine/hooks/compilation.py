@@ -27,7 +27,7 @@ class CompilationMonitor(HookBase):
 
     Iterations with an even number run eagerly, so that a pair of neighbors is measured under the same load. The time of
     a step ends with the verdict, which waits for the device anyway, and excludes waiting for images. Which iterations
-    run eagerly does not depend on where a run was resumed.
+    run eagerly does not depend on where a run was resumed, except for the first pass after the resume.
 
     Args:
         model: model in training.
