@@ -8,9 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
+from fastamp.config import get_cfg
 from fastamp.data import decode
+from fastamp.data.dataset import ReidDataset
+from fastamp.data.datasets.items import ImageItem
 from fastamp.data.decode import read_image
 from fastamp.data.frame_cache import FrameCache
+from fastamp.data.transforms import build_transforms
 from fastamp.utils.errors import DataError
 
 FRAME = torch.zeros(3, 10, 10, dtype=torch.uint8)
@@ -101,6 +105,32 @@ def test_boxes_of_a_frame_decode_it_once(tmp_path, decoded):
     assert torch.equal(read_image(path, box=boxes[0]), whole[:, 5:35, :20])
     assert read_image(path, 1, box=boxes[0]).shape == (1, 30, 20)  # another kind of decoding
     assert decoded == ["a.png"] * 3
+
+
+@pytest.mark.parametrize("size", [(24, 16), (0,)])
+def test_a_batch_decodes_each_frame_once(size, tmp_path, decoded, monkeypatch):
+    paths = [save(tmp_path / f"{number}.png", number) for number in range(4)]
+    random = np.random.default_rng(0)
+    corners = random.integers(0, 15, (40, 2)).tolist()
+    items = [
+        ImageItem(paths[n % 4], n, 0, box=(left, top, left + 20, top + 25)) for n, (left, top) in enumerate(corners)
+    ]
+    cfg = get_cfg()
+    cfg.merge_from_list(["INPUT.SIZE_TRAIN", str(size), "INPUT.FLIP.ENABLED", "True"])
+    transforms = build_transforms(cfg)
+    dataset = ReidDataset(items, transforms, relabel=True)
+    order = random.permutation(len(items)).tolist()
+    keys = [(0, place, row) for place, row in enumerate(order)]
+    monkeypatch.setattr(decode, "_FRAMES", FrameCache(1))  # keeps one frame
+    batch = dataset.__getitems__(keys)
+    assert sorted(decoded) == [os.path.basename(path) for path in paths]
+    assert batch["targets"].tolist() == order
+    for place, row in enumerate(order):
+        left, top, right, bottom = items[row].box
+        crop = transforms.resize(read_image(items[row].path)[:, top:bottom, left:right])[None]
+        for augment in (transforms.augment_each, transforms.augment):
+            crop = augment.apply(crop, augment.draw([0], [place], crop.shape[-2:]))
+        assert torch.equal(batch["images"][place], crop[0])
 
 
 def test_a_frame_that_is_written_again_is_decoded_again(tmp_path, decoded):

