@@ -78,6 +78,7 @@ class Backbone(Protocol):
         modality_column: column of the modality, for a backbone with a stem for each. Default "": it has one stem.
         default_modality: modality of batches without these columns. Default None: they are required.
         stem_pool: max pooling of the stem, ``MODEL.BACKBONE.STEM_POOL``. Default "": unknown.
+        stem_relu: whether a ResNet has a ReLU in the stem, ``MODEL.BACKBONE.STEM_RELU``. Default False.
         checkpointing: whether activations are recomputed in the backward pass. Default None: not supported.
     """
 
@@ -87,6 +88,7 @@ class Backbone(Protocol):
     modality_column: str = ""
     default_modality: int | None = None
     stem_pool: str = ""
+    stem_relu: bool = False
     checkpointing: bool | None = None
 
     def __call__(self, images: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:

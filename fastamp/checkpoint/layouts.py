@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fastamp.utils.errors import WeightsError
+
 # Names of transformer blocks in timm's, Microsoft's, mmsegmentation's and torchvision's state dicts.
 _BLOCK = re.compile(
     r"(?:^|\.)(?:(?:(?:layers|stages)\.(\d+)\.)?blocks\.(\d+)|features\.(\d+)\.(\d+))\.(?:norm1|attn|op)\b"
@@ -19,7 +21,7 @@ class Layout:
     Attributes:
         title: program and architecture.
         names: tensor names that identify the layout, without prefix.
-        backbone: value of ``MODEL.BACKBONE.NAME`` that loads these files.
+        backbone: value of ``MODEL.BACKBONE.NAME`` that loads these files; "" if none does.
     """
 
     title: str
@@ -139,11 +141,42 @@ LAYOUTS = (
         "build_clip_vit_backbone or build_clip_resnet_backbone",
     ),
     Layout(
+        "MLFN of torchreid (Chang et al. 2018)",
+        ("feature.0.fm_conv1.weight", "feature.0.fsm.1.weight", "feature.15.fm_bn3.weight", "fc_s.0.weight"),
+        "",
+    ),
+    Layout(
+        "HACNN of torchreid (Li et al. 2018)",
+        ("inception1.0.stream1.0.conv.weight", "ha1.hard_attn.fc.weight", "local_conv1.stream3.1.conv.weight"),
+        "",
+    ),
+    Layout(
         "ViT of Hugging Face transformers",
         ("embeddings.cls_token", "encoder.layer.0.attention.attention.query.weight", "encoder.layer.0.norm1.weight"),
         "timm/hf-hub:timm/NAME, whose file has timm's names",
     ),
 )
+
+
+def _endings(state: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names in a state dict without any number of their first parts."""
+    parts = [name.split(".") for name in state]
+    return {".".join(part[start:]) for part in parts for start in range(len(part))}
+
+
+def refuse_unsupported(state: Mapping[str, torch.Tensor], source: str) -> None:
+    """Raise WeightsError if a file has all characteristic names of a known network that no backbone implements.
+
+    To be called for a file that does not match: a custom component may implement the network.
+    """
+    endings = _endings(state)
+    for layout in LAYOUTS:
+        if not layout.backbone and endings.issuperset(layout.names):
+            raise WeightsError(
+                f"{source} contains an {layout.title}, which fastamp does not implement.\n"
+                "  fix: use another model, e.g. OSNet x1_0, for which torchreid publishes a higher mAP on Market-1501, "
+                "DukeMTMC-reID and MSMT17; or register a backbone with these names (--plugin FILE)"
+            )
 
 
 def nearest_layout(state: Mapping[str, torch.Tensor]) -> str:
@@ -155,10 +188,7 @@ def nearest_layout(state: Mapping[str, torch.Tensor]) -> str:
     Returns:
         Description; empty if no layout shares a name.
     """
-    endings = set()
-    for name in state:
-        parts = name.split(".")
-        endings |= {".".join(parts[start:]) for start in range(len(parts))}
+    endings = _endings(state)
     shares = [sum(name in endings for name in layout.names) / len(layout.names) for layout in LAYOUTS]
     best = max(range(len(LAYOUTS)), key=shares.__getitem__)
     if not shares[best]:
@@ -168,7 +198,7 @@ def nearest_layout(state: Mapping[str, torch.Tensor]) -> str:
     size = transformer_size(state)
     return (
         f"{layout.title} ({matching} of {len(layout.names)} characteristic names found{f'; {size}' if size else ''}); "
-        f"its backbone is {layout.backbone}"
+        f"its backbone is {layout.backbone or 'not implemented'}"
     )
 
 

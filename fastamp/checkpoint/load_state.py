@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from fastamp.checkpoint.layouts import block_counts, nearest_layout, transformer_size
+from fastamp.checkpoint.layouts import block_counts, nearest_layout, refuse_unsupported, transformer_size
 from fastamp.checkpoint.shards import full_state_form, load_full_state
 from fastamp.config import CfgNode
 from fastamp.contracts import ClassDependent, State, StateConverter
@@ -250,6 +250,8 @@ def _check_model_match(model_state: State, converted: State, report: ImportRepor
             f"    {key}: file {tuple(converted[key].shape)}, model {tuple(model_state[key].shape)}" for key in wrong[:5]
         )
         is_other_network = len(wrong) + len(report.matched) < min_match * len(model_state)
+        if is_other_network:
+            refuse_unsupported(converted, report.source)
         layout = _layout(converted) if is_other_network else ""
         raise WeightsError(
             f"weights from {report.source} do not match the model: shape mismatch in "
@@ -260,6 +262,7 @@ def _check_model_match(model_state: State, converted: State, report: ImportRepor
     if report.dropped:
         _check_blocks(model_state, converted, report, min_match)
     if report.backbone_fraction < min_match:
+        refuse_unsupported(converted, report.source)
         fix = "use the config that the weights were trained with"
         if report.backbone_fraction > 0:
             fix += ", or lower MODEL.WEIGHTS_MIN_MATCH to load them partially"

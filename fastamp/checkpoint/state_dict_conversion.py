@@ -13,6 +13,18 @@ _STEM_NOTE = (
     "is FastReID's since 2020-08-14)"
 )
 
+_RELU_NOTE = (
+    "the ResNets of the strong baseline and AGW have no ReLU in the stem: set MODEL.BACKBONE.STEM_RELU to False for "
+    "the same features (the default, True, is that of torchvision and FastReID)"
+)
+# Modules of SpCL and cluster-contrast, whose networks are sequences -> modules of a ResNet and its head.
+_SEQUENCE = {f"base.{number}.": f"base.{name}." for number, name in enumerate(("conv1", "bn1"))}
+_SEQUENCE |= {f"base.{number + 3}.": f"base.layer{number}." for number in range(1, 5)} | {"feat_bn.": "bottleneck."}
+# Modules of MiewID -> modules of this package.
+_MIEWID = {"pooling": "heads.pool_layer", "bn": "heads.bottleneck"}
+# Prefixes of the head in files without a prefix for the backbone: of torchreid, and of the vision transformers that
+# TransReID-SSL and PASS trained without labels.
+_OF_HEAD = ("classifier.", "fc.", "bottleneck.")
 
 # Modules of the two-stem network of Ye et al. (Cross-Modal-Re-ID-baseline) -> modules of ``TwoStemResNet``.
 _AGW_MODULES = {
@@ -46,6 +58,30 @@ def agw_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             name = f"heads.{name}"
         converted[name] = value
     return converted
+
+
+def is_strong_baseline(state: Mapping[str, torch.Tensor]) -> bool:
+    """Return True for a ResNet of the strong baseline (Luo et al. 2019) or of AGW for visible images (Ye et al. 2021).
+
+    Their ResNets have no ReLU in the stem, except for those with instance norm.
+    """
+    return "base.conv1.weight" in state and "base.layer1.0.bn1.IN.weight" not in state
+
+
+def is_miewid(state: Mapping[str, torch.Tensor]) -> bool:
+    """Return True for a file of MiewID: a network of timm, a learned exponent of the pooling, and a batch norm."""
+    return {"pooling.p", "bn.running_mean"} <= state.keys()
+
+
+def sequence_names(state: State) -> State:
+    """Convert the numbered modules of the ResNets of SpCL (Ge et al. 2020) and cluster-contrast (Dai et al. 2022)."""
+    if "base.0.weight" not in state:
+        return state
+    renamed = {}
+    for name, value in state.items():
+        old = next((prefix for prefix in _SEQUENCE if name.startswith(prefix)), "")
+        renamed[_SEQUENCE[old] + name.removeprefix(old) if old else name] = value
+    return renamed
 
 
 _MOCO = "encoder_q."
@@ -96,7 +132,9 @@ def rename_modules(state: Mapping[str, torch.Tensor], names: Mapping[str, str]) 
     return renamed
 
 
-def whole_model_names(state: State, backbone: nn.Module, notes: list[str], *, pools_without_padding: bool) -> State:
+def whole_model_names(
+    state: State, backbone: nn.Module, notes: list[str], *, pools_without_padding: bool, has_relu: bool
+) -> State:
     """Add FastReID's prefixes ``backbone.`` and ``heads.`` to the tensor names of a complete model.
 
     TransReID uses ``base.`` for the backbone and no prefix for the head. torchreid uses no prefixes: all tensors except
@@ -108,7 +146,12 @@ def whole_model_names(state: State, backbone: nn.Module, notes: list[str], *, po
         backbone: backbone of the model to load into.
         notes: remarks for the import report are appended here.
         pools_without_padding: whether the stem of the model to load into is that of current FastReID releases.
+        has_relu: whether the model to load into is a ResNet with a ReLU in its stem.
     """
+    if is_miewid(state):
+        return rename_modules(state, _MIEWID)
+    program = "SpCL and cluster-contrast" if "base.0.weight" in state else "the strong baseline and AGW"
+    lacks_relu, state = is_strong_baseline(state), sequence_names(state)
     if any(name.startswith(("backbone.", "heads.")) for name in state):
         if any(name.startswith("heads.bnneck.") for name in state) and pools_without_padding:
             notes.append(_STEM_NOTE.format(who="models of FastReID up to v0.1.1, such as this file,"))
@@ -119,7 +162,9 @@ def whole_model_names(state: State, backbone: nn.Module, notes: list[str], *, po
         return backbone_names(state)
     if any(name.startswith("base.") for name in state):
         if pools_without_padding and "base.conv1.weight" in state:
-            notes.append(_STEM_NOTE.format(who="the strong baseline and AGW"))
+            notes.append(_STEM_NOTE.format(who=program))
+        if has_relu and lacks_relu:
+            notes.append(_RELU_NOTE)
         return {
             f"backbone.{name.removeprefix('base.')}" if name.startswith("base.") else f"heads.{name}": value
             for name, value in state.items()
@@ -131,5 +176,5 @@ def whole_model_names(state: State, backbone: nn.Module, notes: list[str], *, po
             _STEM_NOTE.format(who="ResNets of torchreid")
             + "; LAST_STRIDE is 2 in torchreid's resnet50, 1 in resnet50_fc512"
         )
-    of_head = {name for name in state if name.startswith(("classifier.", "fc."))} - backbone.state_dict().keys()
+    of_head = {name for name in state if name.startswith(_OF_HEAD)} - backbone.state_dict().keys()
     return {f"{'heads' if name in of_head else 'backbone'}.{name}": value for name, value in state.items()}

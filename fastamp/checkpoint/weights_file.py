@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import tarfile
+import warnings
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -191,7 +192,12 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
             raise _damaged_file_error(path, f"the checksum of its record {record} does not match")
         _check_pickles(path)
         with torch.serialization.safe_globals(_allowed_types()):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+            try:
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+            except UnicodeDecodeError:  # Python 2 pickled the bytes of NumPy scalars as strings
+                with warnings.catch_warnings():  # PyTorch denies that it uses `encoding`
+                    warnings.simplefilter("ignore", UserWarning)
+                    content = torch.load(path, map_location="cpu", weights_only=True, encoding="latin1")
         if isinstance(content, dict):
             check_format(content.pop(FORMAT_KEY, FORMAT), FORMAT, path, WeightsError)
         return _with_recorded_config(content, path)

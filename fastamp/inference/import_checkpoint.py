@@ -96,10 +96,11 @@ def inferred_pairs(state: State, source: str, defaults: CfgNode) -> list[str]:
     """Infer the config of ``state``, print it, and return it as KEY VALUE pairs."""
     pairs = [word for pair in infer_config(state, source, defaults).items() for word in pair]
     print("inferred config:", shlex.join(pairs))
+    unknown = [key for key in ("STEM_POOL", "LAST_STRIDE") if f"MODEL.BACKBONE.{key}" not in pairs]
     print(
-        "keys that cannot be inferred; they keep their defaults unless set by KEY VALUE: MODEL.BACKBONE.STEM_POOL, "
-        "LAST_STRIDE, SIE_VIEWS (SIE_CAMERAS is set to the total number of embeddings); MODEL.HEADS.CLS_LAYER, "
-        "SCALE, MARGIN, JPM.SHIFT, POOL_LAYER if it has no weights; MODEL.PIXEL_MEAN, PIXEL_STD"
+        "keys that cannot be inferred; they keep their defaults unless set by KEY VALUE: MODEL.BACKBONE."
+        f"{''.join(f'{key}, ' for key in unknown)}SIE_VIEWS (SIE_CAMERAS is set to the total number of embeddings); "
+        "MODEL.HEADS.CLS_LAYER, SCALE, MARGIN, JPM.SHIFT, POOL_LAYER if it has no weights; MODEL.PIXEL_MEAN, PIXEL_STD"
     )
     return pairs
 

@@ -7,9 +7,15 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from fastamp.checkpoint.layouts import nearest_layout
+from fastamp.checkpoint.layouts import nearest_layout, refuse_unsupported
 from fastamp.checkpoint.load_state import convert_state_dict
-from fastamp.checkpoint.state_dict_conversion import agw_names, is_agw
+from fastamp.checkpoint.state_dict_conversion import (
+    agw_names,
+    is_agw,
+    is_miewid,
+    is_strong_baseline,
+    sequence_names,
+)
 from fastamp.config import CfgNode, get_cfg
 from fastamp.contracts import State
 from fastamp.modeling.backbones import BACKBONE_REGISTRY, Variants
@@ -26,6 +32,8 @@ _FIRST_HEADS = {"MGN": "b1_head.", "LightMBN": "average_head."}
 _DERIVED_SUFFIXES = ("num_batches_tracked", "relative_position_index", "attn_mask")
 # More than twice as many as in ResNeSt 269x, the largest. The time per candidate grows with the number of tensors.
 _MAX_TENSORS = 5000
+# Widths of timm's EfficientNetV2 (RW), the networks of MiewID.
+_MIEWID = {1024: "timm/efficientnetv2_rw_t", 1792: "timm/efficientnetv2_rw_s", 2152: "timm/efficientnetv2_rw_m"}
 # Maximum number of components of a prefix, and minimum fraction of the smallest variant's weights below it.
 _MAX_PREFIX_PARTS, _MIN_PREFIX_FRACTION = 6, 0.6
 
@@ -34,7 +42,8 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     """Infer the config keys of a model from its state dict.
 
     The state dict does not determine the max pooling of the stem, the last stride, pooling layers without weights, the
-    type and scale of the classifier, or the normalization of images. The result does not contain these keys.
+    type and scale of the classifier, or the normalization of images. The result contains these keys only if the tensor
+    names belong to one program whose published models all have the same values.
 
     Args:
         state: parameter name -> tensor, from fastamp, FastReID, torchreid or TransReID.
@@ -45,11 +54,15 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
         Config key -> value, as text.
 
     Raises:
-        WeightsError: if no registered backbone matches.
+        WeightsError: if no registered backbone matches; see also ``_miewid_keys``.
     """
+    if is_miewid(state):
+        return _miewid_keys(state, source)
     if is_agw(state):
         state = agw_names(state)
-    state = lightmbn.published_names(state)
+    of_program = interpolation_keys(state)
+    stem = _stem_keys(state)
+    state = sequence_names(lightmbn.published_names(state))
     names = (name for name, head in _FIRST_HEADS.items() if any(key.startswith(head) for key in state))
     architecture = next(names, "Baseline")
     is_transreid = is_transreid_file(state)
@@ -71,7 +84,8 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
         keys
         | _keys_from_tensors(keys, trunk)
         | _head_keys(state, prefix=_FIRST_HEADS.get(architecture, "heads."), is_transreid=is_transreid, width=width)
-        | interpolation_keys(state)
+        | of_program
+        | (stem if keys["MODEL.BACKBONE.NAME"] == "build_resnet_backbone" else {})
     )
 
 
@@ -83,17 +97,55 @@ def is_transreid_file(state: State) -> bool:
     return any(name.startswith("base.patch_embed.") for name in state)
 
 
+def _miewid_keys(state: State, source: str) -> dict[str, str]:
+    """Return the config keys of a file of MiewID.
+
+    Raises:
+        WeightsError: if its network is not one of timm's EfficientNetV2 (RW).
+    """
+    width = len(state["bn.running_mean"])
+    if width not in _MIEWID or "backbone.conv_head.weight" not in state:
+        raise WeightsError(
+            f"{source} has the names of MiewID, but a network of {width} channels that is not recognized.\n"
+            "  fix: set MODEL.BACKBONE.NAME to timm/NAME, with the model_name of its config, in a config based on "
+            "Wildlife/miewid, and pass it with --config-file"
+        )
+    size = dict.fromkeys(("INPUT.SIZE_TRAIN", "INPUT.SIZE_TEST"), "(440, 440)")
+    return size | {
+        "MODEL.BACKBONE.NAME": _MIEWID[width],
+        "MODEL.BACKBONE.LAST_STRIDE": "2",
+        "MODEL.HEADS.POOL_LAYER": "GeneralizedMeanPoolingP",
+        "MODEL.HEADS.WITH_BNNECK": "True",
+        "INPUT.INTERPOLATION": "bilinear",
+    }
+
+
+def _stem_keys(state: State) -> dict[str, str]:
+    """Return the keys of a ResNet's stem and last stride that the program of a file determines; {} if it is unknown.
+
+    The programs are torchreid, the strong baseline, AGW, SpCL and cluster-contrast.
+    """
+    if any(name.startswith("base.") for name in state):
+        stride = "1"
+    elif {"conv1.weight", "classifier.weight"} <= state.keys():  # torchreid: resnet50_fc512 and resnet50
+        stride = "1" if "fc.0.weight" in state else "2"
+    else:
+        return {}
+    relu = {"MODEL.BACKBONE.STEM_RELU": "False"} if is_strong_baseline(state) else {}
+    return {"MODEL.BACKBONE.STEM_POOL": "padded", "MODEL.BACKBONE.LAST_STRIDE": stride} | relu
+
+
 def interpolation_keys(state: State) -> dict[str, str]:
     """Infer the config keys of the image interpolation from the library that wrote the state dict.
 
     torchreid, the strong baseline (Luo et al. 2019) and AGW resize images with bilinear interpolation. TransReID uses
     bicubic interpolation in training and bilinear interpolation in evaluation. The parameter names identify these
-    programs; for other files, the result is empty.
+    programs; for other files, also of SpCL and cluster-contrast, which use bicubic interpolation, the result is empty.
     """
     if is_transreid_file(state):
         return {"INPUT.INTERPOLATION_TEST": "bilinear"}
     if any(name.startswith("base.") for name in state):
-        return {"INPUT.INTERPOLATION": "bilinear"}
+        return {} if "base.0.weight" in state else {"INPUT.INTERPOLATION": "bilinear"}
     prefixed = any(name.startswith(("backbone.", "heads.")) for name in state)
     return {} if prefixed or "classifier.weight" not in state else {"INPUT.INTERPOLATION": "bilinear"}
 
@@ -163,6 +215,7 @@ def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[s
             break
     fraction, keys, width = best
     if fraction < 0.9:
+        refuse_unsupported(trunk, source)
         nearest = f"; the closest is {' '.join(keys.values())}: {fraction:.0%} of the tensors match" if keys else ""
         layout = nearest_layout(trunk)
         known = f"  nearest known layout: {layout}\n" if layout else ""

@@ -8,6 +8,7 @@ import zipfile
 
 import numpy as np
 import pytest
+import python2_pickle
 import torch
 from torch import nn
 
@@ -102,6 +103,22 @@ def test_load_accepts_bare_state_dict_and_model_or_state_dict_entry(tmp_path, wr
 def test_checkpoint_with_numpy_scalars_is_loaded(tmp_path):
     path = save({"model": Model().state_dict(), "best": np.float32(1.5), "n": np.int64(3)}, tmp_path / "w.pth")
     assert read_checkpoint(path)["best"] == 1.5
+
+
+def test_checkpoint_of_python_2_with_numpy_scalars_is_loaded(tmp_path, recwarn):
+    """torchreid's older files: NumPy scalars, whose bytes are not UTF-8, optimizer and ``module.`` prefixes."""
+    state = {f"module.{name}": value for name, value in Model().state_dict().items()}
+    content = {"state_dict": state, "rank1": np.float64(0.9), "epoch": 60, "optimizer": {"state": {}, "lr": [3e-4]}}
+    python2_pickle.save(content, tmp_path / "w.pth.tar")
+    with pytest.raises(UnicodeDecodeError):  # PyTorch alone does not read it
+        torch.load(tmp_path / "w.pth.tar", weights_only=False)
+    loaded = read_checkpoint(tmp_path / "w.pth.tar")
+    assert loaded["rank1"] == 0.9 and loaded["epoch"] == 60
+    assert all(torch.equal(value, state[f"module.{name}"]) for name, value in state_dict_in(loaded, "w").items())
+    python2_pickle.save({"state_dict": state, "x": Evil(), "rank1": np.float64(0.9)}, tmp_path / "evil.pth.tar")
+    with pytest.raises(WeightsError, match="execute code"):
+        read_checkpoint(tmp_path / "evil.pth.tar")
+    assert not recwarn.list
 
 
 class Evil:

@@ -19,6 +19,8 @@ BACKBONES = {
     "repvgg A0 DEPLOY": 1280,
     "mobilenetv2 0.25x": 1280,
     "mobilenetv3 Small": 1024,
+    "torchreid_mobilenetv2 x1_0": 1280,
+    "shufflenet g3": 960,
     "shufflenetv2 0.5x": 1024,
     "effnet b0": 1280,
     "regnet 200x": 368,

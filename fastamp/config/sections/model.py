@@ -89,6 +89,7 @@ KEYS = (
         high=2,
     ),
     "MODEL.BACKBONE.STEM_POOL",
+    "MODEL.BACKBONE.STEM_RELU",
     Key(
         "MODEL.BACKBONE.FEAT_DIM",
         2048,

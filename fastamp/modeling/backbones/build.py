@@ -18,7 +18,8 @@ from fastamp.utils.registry import Registry, adopt
 
 _MODULES = (
     *("clip", "clip_resnet", "efficientnet", "mobilenet", "osnet", "osnet_ain", "regnet", "repvgg", "resnest"),
-    *("resnet", "resnext", "shufflenet", "solider", "swin", "two_stem_resnet", "vit", "vmamba"),
+    *("resnet", "resnext", "shufflenet", "shufflenet_v1", "solider", "swin", "torchreid_mobilenet"),
+    *("two_stem_resnet", "vit", "vmamba"),
 )
 
 _TIMM = "timm/"

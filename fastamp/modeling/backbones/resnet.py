@@ -28,6 +28,12 @@ KEYS = (
         choices=("ceil", "padded"),
     ),
     Key(
+        "MODEL.BACKBONE.STEM_RELU",
+        True,
+        "ResNet: ReLU in the stem. False: none, as in the ResNets of reid-strong-baseline (Luo et al. 2019) and of "
+        "AGW's program for visible images (Ye et al. 2021), whose IBN and SE variants have one.",
+    ),
+    Key(
         "MODEL.BACKBONE.MIXSTYLE",
         False,
         "ResNet: mix the channel means and deviations of the images of a batch after stages 1 and 2 in training "
@@ -178,6 +184,7 @@ class ResNet(nn.Module, Backbone):
         ibn_stages: number of stages, counted from the first, with instance norm; see ``BlockParts``.
         se: add squeeze-and-excitation in all stages.
         stem_pool: max pooling of the stem, a key of ``STEM_POOLS``.
+        stem_relu: ReLU in the stem. Default True.
         groups, base_width: see ``BlockParts``.
         mixstyle: module applied after stages 1 and 2. Default None: no module.
     """
@@ -194,6 +201,7 @@ class ResNet(nn.Module, Backbone):
         ibn_stages: int = 0,
         se: bool = False,
         stem_pool: str = "ceil",
+        stem_relu: bool = True,
         groups: int = 1,
         base_width: int = 64,
         mixstyle: MixStyle | None = None,
@@ -201,8 +209,8 @@ class ResNet(nn.Module, Backbone):
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = build_norm(norm, 64)
-        self.relu = nn.ReLU(inplace=True)
-        self.stem_pool = stem_pool
+        self.relu = nn.ReLU(inplace=True) if stem_relu else nn.Identity()
+        self.stem_pool, self.stem_relu = stem_pool, stem_relu
         self.maxpool = nn.MaxPool2d(3, stride=2, **STEM_POOLS[stem_pool])
         channels = 64
         strides = (1, 2, 2, last_stride)
@@ -317,5 +325,6 @@ def resnet_options(cfg: CfgNode) -> dict[str, Any]:
         "ibn_stages": 3 if backbone.WITH_IBN else 0,
         "se": backbone.WITH_SE,
         "stem_pool": backbone.STEM_POOL,
+        "stem_relu": backbone.STEM_RELU,
         "mixstyle": MixStyle(backbone.MIXSTYLE_PROB, backbone.MIXSTYLE_ALPHA) if backbone.MIXSTYLE else None,
     }

@@ -192,9 +192,13 @@ def _with_window(state: State, model: nn.Module) -> State:
 
 
 def _keys_of(trunk: State) -> dict[str, str]:
-    """Infer whether a weights file contains layers for the semantic weight; the weight itself is not stored."""
+    """Infer whether a weights file contains layers for the semantic weight; the weight itself is not stored.
+
+    Without these layers, only SOLIDER's names distinguish it from Swin, whose windows differ.
+    """
     has_layers = any(key.startswith(("semantic_embed_", "semantic.")) for key in trunk)
-    return {} if has_layers else {"MODEL.BACKBONE.SEMANTIC_WEIGHT": "-1"}
+    is_solider = any(key.startswith("stages.") for key in trunk)
+    return {"MODEL.BACKBONE.SEMANTIC_WEIGHT": "-1"} if is_solider and not has_layers else {}
 
 
 @BACKBONE_REGISTRY.register()

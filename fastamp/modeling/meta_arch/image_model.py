@@ -255,8 +255,8 @@ class ImageModel(nn.Module, Model):
                 notes.append(
                     f"the weights are{weights} of MODEL.META_ARCHITECTURE {architecture}, but the model is{model}"
                 )
-        pools_without_padding = self.backbone.stem_pool == "ceil"
-        return whole_model_names(state, self.backbone, notes, pools_without_padding=pools_without_padding)
+        stem = {"pools_without_padding": self.backbone.stem_pool == "ceil", "has_relu": self.backbone.stem_relu}
+        return whole_model_names(state, self.backbone, notes, **stem)
 
 
 def normalization(cfg: CfgNode) -> dict[str, Any]:
