@@ -110,7 +110,7 @@ def test_checkpoint_of_python_2_with_numpy_scalars_is_loaded(tmp_path, recwarn):
     state = {f"module.{name}": value for name, value in Model().state_dict().items()}
     content = {"state_dict": state, "rank1": np.float64(0.9), "epoch": 60, "optimizer": {"state": {}, "lr": [3e-4]}}
     python2_pickle.save(content, tmp_path / "w.pth.tar")
-    with pytest.raises(UnicodeDecodeError):  # PyTorch alone does not read it
+    with pytest.raises(UnicodeDecodeError):  # PyTorch without the encoding
         torch.load(tmp_path / "w.pth.tar", weights_only=False)
     loaded = read_checkpoint(tmp_path / "w.pth.tar")
     assert loaded["rank1"] == 0.9 and loaded["epoch"] == 60
