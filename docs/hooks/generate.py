@@ -9,6 +9,7 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 from pages import generated_pages
 from recipes_table import MARKER, recipes_table
+from results_table import RESULTS_MARKER, results_table
 
 from fastamp.config.defaults import KEYS
 
@@ -24,8 +25,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Insert the table of recipes."""
-    return markdown.replace(MARKER, recipes_table()) if MARKER in markdown else markdown
+    """Insert the tables of recipes and of results."""
+    for marker, table in ((MARKER, recipes_table), (RESULTS_MARKER, results_table)):
+        markdown = markdown.replace(marker, table()) if marker in markdown else markdown
+    return markdown
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -26,6 +26,8 @@ COMMANDS = {
     "cluster": "group images into identities, without labels",
     "compare": "compute the similarity of two images",
     "compare-runs": "compare the metrics of two runs, with intervals and a paired test",
+    "compare-models": "compare models on a test set: accuracy, latency, throughput, size",
+    "reproduce": "compare a published result with your own, for a published file or a recipe",
     "track": "track detections through a video, and find the boxes of each identity",
     "calibrate": "choose thresholds for wanted error rates: same, different or unknown",
     "visualize": "draw rank lists, curves and similarity maps",

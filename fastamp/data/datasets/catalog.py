@@ -11,6 +11,9 @@ Raises:
         first use).
 """
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.filename_dataset import FilenameDataset, MarketStyleDataset
 
@@ -28,6 +31,11 @@ class DukeMTMC(MarketStyleDataset):
     dataset_name = "dukemtmc"
     folder = "DukeMTMC-reID"
     example = "0001_c2_f0046182.jpg (identity 1, camera 2)"
+    published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "train": (16522, 702),
+        "query": (2228, 702),
+        "gallery": (17661, 0),
+    }
 
 
 @DATASET_REGISTRY.register()
@@ -40,6 +48,7 @@ class OccludedDuke(DukeMTMC):
 
     dataset_name = "occludedduke"
     folder = "Occluded_Duke"
+    published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {}
 
 
 # ---- training images only

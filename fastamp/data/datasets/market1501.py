@@ -1,7 +1,9 @@
 """Market-1501 dataset."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
@@ -41,6 +43,12 @@ class Market1501(MarketStyleDataset):
     dataset_name = "market1501"
     folder = "Market-1501-v15.09.15"
     tree = f"{MarketStyleDataset.tree}\n(or the three folders in the data root)"
+    # The gallery has one identity more, of the distractors.
+    published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "train": (12936, 751),
+        "query": (3368, 750),
+        "gallery": (15913, 751),
+    }
 
     def __init__(self, root: str | Path = "datasets", *, market1501_500k: bool = False) -> None:
         super().__init__(root)
@@ -49,6 +57,7 @@ class Market1501(MarketStyleDataset):
             candidates = [self.dataset_dir / "images", self.dataset_dir.parent / "images"]
             self._distractors = next((candidate for candidate in candidates if candidate.is_dir()), candidates[0])
             check_tree(type(self).__name__, root, [self._distractors], f"{self.folder}/images/*.jpg")
+            vars(self)["published_counts"] = {split: self.published_counts[split] for split in ("train", "query")}
 
     @classmethod
     def from_config(cls, cfg: CfgNode, root: str) -> "Market1501":

@@ -1,0 +1,191 @@
+"""Comparison of models on one test set: metrics with paired intervals, latency, throughput, size and precision."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp.config import CfgNode
+from fastamp.data import build_reid_test_loader
+from fastamp.evaluation import Identities, Protocol
+from fastamp.evaluation.metrics import compute_metrics
+from fastamp.evaluation.protocol import check_columns
+from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.run_comparison import MetricDifference, compare_rankings
+from fastamp.inference.feature_model import FeatureModel
+from fastamp.inference.predictor import Predictor
+from fastamp.inference.runtime import ExportedModel
+from fastamp.report.panel import Line, Panel
+from fastamp.utils.errors import UserError
+from fastamp.utils.progress import track
+
+_CHUNK = 256
+_WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """One model on the test set.
+
+    Attributes:
+        name: SOURCE of the model.
+        metrics: see ``EvaluationResult.metrics``; in percent.
+        latency_ms: median time of one preprocessed image, from host memory to features in host memory.
+        images_per_s: throughput of a batch, from the median time.
+        size_mib: size of the weights of a checkpoint, or of the files of an exported model.
+        precision: precision of the features.
+        ranking: result of each query.
+    """
+
+    name: str
+    metrics: Mapping[str, Any]
+    latency_ms: float
+    images_per_s: float
+    size_mib: float
+    precision: str
+    ranking: RankingResult = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """Comparison of models on one test set.
+
+    Attributes:
+        dataset, protocol: test set, and description of the evaluation.
+        models: results, by descending mAP.
+        differences: for each pair of them, (better, worse) -> differences ``better - worse`` with paired intervals.
+        failures: SOURCE -> why the model could not be compared.
+        batch: images of a batch of the throughput.
+        threads: threads of PyTorch. ``device``: device of the checkpoints.
+    """
+
+    dataset: str
+    protocol: str
+    models: Sequence[ModelResult]
+    differences: Mapping[tuple[str, str], Sequence[MetricDifference]]
+    failures: Mapping[str, str]
+    batch: int
+    threads: int
+    device: str
+
+    def panel(self) -> Panel:
+        """Return the chart of mAP against latency."""
+        points = [
+            Line(model.name, np.array([model.latency_ms]), np.array([model.metrics["mAP"]]), dots=True)
+            for model in self.models
+        ]
+        note = f"one image on {self.device}, {self.threads} threads"
+        return Panel(f"mAP on {self.dataset}", "latency in ms", "mAP in percent", points, x_log=True, note=note)
+
+
+def compare_models(
+    sources: Sequence[str], load: Callable[[str], FeatureModel], name: str, cfg: CfgNode, *, batch: int, rounds: int
+) -> ModelComparison:
+    """Evaluate models on one test set, and time them in turns.
+
+    Each model preprocesses the images as it requires. The times do not include decoding and resizing.
+
+    Args:
+        sources: names of the models.
+        load: function that loads a model. A model that fails is excluded from the result, see ``failures``.
+        name: test set, as in DATASETS.TESTS.
+        cfg: config of the test set and of the protocol; the distance is that of each model.
+        batch: number of images of a batch.
+        rounds: number of timings of each model, of which the median is used.
+
+    Raises:
+        UserError: if the test set cannot be evaluated, or no model can be compared.
+    """
+    loader, num_query = build_reid_test_loader(cfg, name)
+    dataset: Any = loader.dataset
+    protocol = Protocol.from_config(cfg)
+    rankable = dataset.rankable_columns()
+    check_columns(rankable, protocol)
+    values = {column: rankable[column] for column in protocol.columns}
+    identities = Identities.split(num_query, dataset.labels, dataset.camids, values, dataset.column_names())
+    models: dict[str, FeatureModel] = {}
+    evaluated: dict[str, tuple[dict[str, Any], RankingResult]] = {}
+    failures: dict[str, str] = {}
+    for source in sources:
+        try:
+            models[source] = load(source)
+            features = _features(models[source], dataset.items, source)
+            own = Protocol.from_config(cfg.with_values({"TEST.METRIC": models[source].metric}))
+            result = compute_metrics(features[:num_query], features[num_query:], identities, own)
+            evaluated[source] = result.metrics(), result.ranking
+        except UserError as error:
+            if len(sources) - len(failures) == 1:
+                raise
+            failures[source] = str(error)
+            models.pop(source, None)
+    times = _times(models, dataset, batch, rounds)
+    results = [
+        ModelResult(source, metrics, *times[source], _size(models[source]), _precision(models[source]), ranking)
+        for source, (metrics, ranking) in evaluated.items()
+    ]
+    results.sort(key=lambda result: -result.metrics["mAP"])
+    pids = identities.all_images().query_pids if protocol.rule.all_images else identities.query_pids
+    differences = {
+        (better.name, worse.name): compare_rankings(worse.ranking, better.ranking, pids.numpy())
+        for better, worse in itertools.combinations(results, 2)
+    }
+    devices = dict.fromkeys(str(model.device) for model in models.values() if isinstance(model, Predictor))
+    device, threads = ", ".join(devices) or "cpu", torch.get_num_threads()
+    return ModelComparison(name, protocol.describe(), results, differences, failures, batch, threads, device)
+
+
+def _features(model: FeatureModel, items: Any, title: str) -> Tensor:
+    """Compute the features (N, D) of all images, with the cameras and views that the model requires."""
+    inputs = model.inputs.counts if isinstance(model, Predictor) else {}
+    parts = []
+    for start in track(range(0, len(items), _CHUNK), -(-len(items) // _CHUNK), title):
+        chunk = [items[row] for row in range(start, min(start + _CHUNK, len(items)))]
+        boxes = [item.box for item in chunk]
+        options: dict[str, Any] = {} if not any(boxes) else {"boxes": boxes}
+        for key, attribute in (("camids", "camid"), ("viewids", "viewid")):
+            if key in inputs:
+                options[key] = [int(getattr(item, attribute)) for item in chunk]
+        parts.append(model.require_features([item.path for item in chunk], **options))
+    return torch.cat(parts)
+
+
+def _times(models: Mapping[str, FeatureModel], dataset: Any, batch: int, rounds: int) -> dict[str, tuple[float, float]]:
+    """Return the median latency of one image in ms, and the throughput of a batch in images/s, of each model.
+
+    The models take turns, so that a change of the machine's speed affects all of them.
+    """
+    paths = [dataset.items.path(row % len(dataset.items)) for row in range(batch)]
+    inputs = {source: [model.preprocess(path) for path in paths] for source, model in models.items()}
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for number in range(_WARM_UP + rounds):
+        for source, model in models.items():
+            for count in (1, batch):
+                start = time.perf_counter()
+                model.features_of_preprocessed(inputs[source][:count])
+                if number >= _WARM_UP:
+                    seconds.setdefault((source, count), []).append(time.perf_counter() - start)
+    median = {key: statistics.median(values) for key, values in seconds.items()}
+    return {source: (1000 * median[source, 1], batch / median[source, batch]) for source in models}
+
+
+def _size(model: FeatureModel) -> float:
+    """Return the size of the weights, or of the files of an exported model, in MiB."""
+    if isinstance(model, Predictor):
+        tensors = model.model.state_dict().values()
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20
+    file = model.checkpoint
+    weights = file.with_suffix(".bin") if file.suffix == ".xml" else file.with_name(f"{file.name}.data")
+    return sum(part.stat().st_size for part in (file, weights) if part.is_file()) / 2**20
+
+
+def _precision(model: FeatureModel) -> str:
+    if isinstance(model, Predictor):
+        return model.policy.describe()
+    assert isinstance(model, ExportedModel)
+    return str(model.metadata.get("precision", "float32"))

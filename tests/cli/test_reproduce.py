@@ -1,0 +1,114 @@
+"""`fastamp reproduce`: a file that a run has trained, published by a local server, and a recipe with seeds."""
+
+import functools
+import http.server
+import json
+import threading
+
+import pytest
+import torch
+
+from fastamp.cli import main
+from fastamp.zoo import Entry, catalog
+
+OPTS = (
+    *("INPUT.SIZE_TRAIN", "(32, 16)", "INPUT.SIZE_TEST", "(32, 16)"),
+    *("MODEL.DEVICE", "cpu", "DATALOADER.NUM_WORKERS", "0"),
+)
+SMALL = {
+    "MODEL.BACKBONE.DEPTH": "18x",
+    "MODEL.BACKBONE.FEAT_DIM": 512,
+    "SOLVER.MAX_EPOCH": 1,
+    "SOLVER.AMP.ENABLED": False,
+}
+TRAINED = [*OPTS, *(str(word) for pair in SMALL.items() for word in pair)]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Working folder, with a data root in which the demo set is generated."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FASTAMP_ZOO", str(tmp_path / "zoo"))
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "data"))
+    (tmp_path / "data").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def server(place):
+    """Address of a server of the files in the folder ``published``."""
+    (place / "published").mkdir()
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=place / "published")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+def rows(place):
+    return [json.loads(file.read_text()) for file in sorted((place / "rows").glob("*.json"))]
+
+
+@pytest.mark.extras  # pooch
+def test_published_file_of_a_run_reproduces_its_metrics(place, server, monkeypatch, capsys):
+    train = ["reproduce", "Demo/bagtricks_R50", "--data", "data", "--results", "rows", "--seeds", "3"]
+    assert main([*train, *TRAINED]) == 0
+    (trained,) = rows(place)
+    assert (trained["kind"], trained["seeds"], trained["published"]) == ("training", [3], [])
+    assert trained["data"]["Demo train"]["images"] == 1800
+    assert trained["settings"]["SOLVER.MAX_EPOCH"] == "1"
+
+    weights = torch.load(place / "logs/reproduce/Demo-bagtricks_R50/seed3/model_final.pth", weights_only=True)["model"]
+    torch.save({"state_dict": weights}, place / "published/demo.pth")
+    measured = trained["measured"]
+    figures = {"test_set": "Demo", "mAP": measured["mAP"]["value"], "rank1": measured["Rank-1"]["value"] - 1}
+    entry = Entry(
+        name="test_demo",
+        program="test",
+        url=f"{server}/demo.pth",
+        recipe="Demo/bagtricks_R50",
+        keys=SMALL | {"MODEL.HEADS.NUM_CLASSES": 180},
+        loads="yes",
+        results=[figures | {"protocol": "no re-ranking", "source": "test"}],
+    )
+    absent = [figures | {"test_set": "Market-1501"}]
+    others = (Entry(name="other", program="test", url=entry.url, recipe=entry.recipe, loads="yes", results=absent),)
+    monkeypatch.setattr(catalog, "list_entries", lambda: (entry, *others))
+    monkeypatch.setattr("fastamp.zoo.list_entries", catalog.list_entries)
+    assert main(["reproduce", "test_demo", "--data", "data", "--results", "rows", *OPTS]) == 0
+    evaluated = next(row for row in rows(place) if row["kind"] == "evaluation")
+    assert evaluated["difference"]["mAP"] == pytest.approx(0, abs=1e-3)
+    assert evaluated["difference"]["Rank-1"] == pytest.approx(1, abs=1e-3)
+    assert evaluated["sha256"]
+    assert evaluated["data"] == {name: trained["data"][name] for name in ("Demo query", "Demo gallery")}
+
+    capsys.readouterr()
+    (place / "zoo/test_demo.pth").write_bytes(b"not read again")
+    assert main(["reproduce", "--all", "--data", "data", "--results", "rows", *OPTS]) == 0
+    assert len(rows(place)) == 2
+    assert "1 published file" in capsys.readouterr().out  # without a test set
+    assert main(["reproduce", "--all", "--data", "data", "--results", "new", *OPTS]) == 1
+    assert "test_demo" in capsys.readouterr().out
+    assert not (place / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--data", "data"), "NAME"),
+        (("fastreid_sbs_r50_market1501", "--all", "--data", "data"), "NAME"),
+        (("fastreid_sbs_r50_market1501", "--data", "missing"), "missing"),
+        (("fastreid_sbs_r50_market1501", "--data", "data"), "Market-1501-v15.09.15"),
+        (("fastreid_sbs_r50_market1502", "--data", "data"), "fastreid_sbs_r50_market1501"),
+        (("megadescriptor_t_224", "--data", "data"), "ATRW"),
+        (("Market1501/sbs_R50", "--data", "data"), "Market-1501-v15.09.15"),
+        (("Market1501/sbs_R50", "--data", "data", "--seeds", "-1"), "-1"),
+    ],
+)
+def test_invalid_input_is_refused(place, capsys, words, named):
+    try:
+        code = main(["reproduce", *words])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert named in capsys.readouterr().err
