@@ -110,7 +110,7 @@ class Row:
 
     @property
     def has_published_data(self) -> bool:
-        """Whether the numbers of images and identities are the published ones; False if these are unknown."""
+        """True if the numbers of images and identities are the published ones; False if these are unknown."""
         return has_published_counts(self.data)
 
 
