@@ -211,7 +211,7 @@ def _job(
     from fastamp.utils.version import __version__
 
     root, files, data = expand(args.data), {}, {}
-    training = {}
+    training: dict[str, Any] = {}
     if kind == "training":
         for dataset in cfg.DATASETS.NAMES:
             training |= {f"{dataset} train": fingerprint(build_dataset(dataset, cfg), "train", root)}

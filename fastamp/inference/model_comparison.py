@@ -178,7 +178,7 @@ def _size(model: FeatureModel) -> float:
     """Return the size of the weights, or of the files of an exported model, in MiB."""
     if isinstance(model, Predictor):
         tensors = model.model.state_dict().values()
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20
+        return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors)) / 2**20
     file = model.checkpoint
     weights = file.with_suffix(".bin") if file.suffix == ".xml" else file.with_name(f"{file.name}.data")
     return sum(part.stat().st_size for part in (file, weights) if part.is_file()) / 2**20
