@@ -100,9 +100,18 @@ def _content(comparison: "ModelComparison") -> dict[str, Any]:
 
 
 def _text(comparison: "ModelComparison") -> str:
-    headers = ["model", "mAP", "Rank-1", "ms, 1 image", f"images/s, {comparison.batch} images", "MiB", "precision"]
+    headers = [
+        "model",
+        "mAP",
+        "Rank-1",
+        "ms, 1 image",
+        f"images/s, {comparison.batch} images",
+        "MiB",
+        "device",
+        "precision",
+    ]
     lines = [
-        f"{comparison.dataset}: {comparison.protocol}; {comparison.device}, {comparison.threads} threads",
+        f"{comparison.dataset}: {comparison.protocol}; {comparison.threads} threads; latency: median and quartiles",
         format_table([_cells(model) for model in comparison.models], headers),
     ]
     for (better, worse), rows in comparison.differences.items():
@@ -121,4 +130,6 @@ def _cells(model: "ModelResult") -> list[str]:
     for name in ("mAP", "Rank-1"):
         low_high = " ({:.1f} to {:.1f})".format(*intervals[name]) if name in intervals else ""
         cells.append(f"{model.metrics[name]:.1f}{low_high}")
-    return [*cells, f"{model.latency_ms:.1f}", f"{model.images_per_s:.0f}", f"{model.size_mib:.1f}", model.precision]
+    low, median, high = model.latency_ms
+    cells += [f"{median:.1f} ({low:.1f} to {high:.1f})", f"{model.images_per_s:.0f}", f"{model.size_mib:.1f}"]
+    return [*cells, model.device, model.precision]

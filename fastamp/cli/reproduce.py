@@ -124,7 +124,11 @@ def _run_all(args: argparse.Namespace) -> int:
     rows, failed, missing = [], [], 0
     entries = [entry for entry in list_entries() if entry.recipe and entry.loads != "no" and targets_of(entry)]
     for number, entry in enumerate(entries, start=1):
-        jobs = _evaluations(args, entry, only_existing=True)
+        try:
+            jobs = _evaluations(args, entry, only_existing=True)
+        except UserError as error:  # an image is missing
+            failed.append(f"{entry.name}: {error}")
+            continue
         missing += not jobs
         for job in jobs:
             print(f"{number} of {len(entries)}: {entry.name} on {', '.join(job.files)}", flush=True)
@@ -146,6 +150,7 @@ def _evaluations(args: argparse.Namespace, entry: "Entry", *, only_existing: boo
         UserError: if there are no such figures; or, without ``only_existing``, if a test set does not exist.
     """
     from fastamp.config import read_config
+    from fastamp.data.build import build_dataset
     from fastamp.engine.reproduction import targets_of
     from fastamp.zoo import PREFIX
 
@@ -165,16 +170,14 @@ def _evaluations(args: argparse.Namespace, entry: "Entry", *, only_existing: boo
             "OUTPUT_DIR": str(Path(args.runs) / folder_name(f"{entry.name}-{target.dataset}")),
         }
         settings = [*_words(target.keys), *args.opts]
-        try:
-            cfg = read_config("", settings, plugin=args.plugin)
-            jobs.append(
-                _job(
-                    args, entry.name, "evaluation", [*_words(keys), *settings], cfg, {target.dataset: target.published}
-                )
-            )
-        except DataError:
-            if not only_existing:
-                raise
+        cfg = read_config("", settings, plugin=args.plugin)
+        if only_existing:
+            try:
+                build_dataset(target.dataset, cfg)
+            except DataError:  # not found
+                continue
+        opts = [*_words(keys), *settings]
+        jobs.append(_job(args, entry.name, "evaluation", opts, cfg, {target.dataset: target.published}))
     return jobs
 
 
@@ -253,6 +256,8 @@ def _rows_of(args: argparse.Namespace, job: Job) -> "list[Row]":
 
 def measure(args: argparse.Namespace, job: Job) -> None:
     """Evaluate or train in one process, and write the rows on rank 0."""
+    import torch
+
     from fastamp.amp import PrecisionPolicy, resolve_device
     from fastamp.checkpoint.record import read_record
     from fastamp.diagnostics import environment_queries
@@ -265,6 +270,8 @@ def measure(args: argparse.Namespace, job: Job) -> None:
     from fastamp.zoo import find, path_of
 
     began, results = time.monotonic(), []
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     if job.kind == "training":
         cfg = training_config(_with_config(args, job.name, job.opts))
 

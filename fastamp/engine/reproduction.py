@@ -82,7 +82,8 @@ class Row:
         data: ``<dataset> <split>`` -> ``fingerprint``, of the query, gallery and, in a training, the training images.
         settings: config keys that the user has set.
         versions, hardware: of the software; ``device`` and ``system``.
-        seconds, peak_memory_mib: time of the evaluation or of all trainings, and peak memory.
+        seconds, peak_memory_mib: time of the evaluation or of all trainings, and peak memory; on a CPU that of the
+            process, which may have measured other rows before.
         seeds: seeds of the trainings. Default none.
         sha256: SHA-256 of the published file. Default "".
         date: day of the measurement, ISO 8601.
@@ -136,12 +137,11 @@ def _test_set(result: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def published_of_recipe(recipe: str, dataset: str) -> list[Mapping[str, Any]]:
-    """Return the published figures of the first file in the catalog that was trained with a recipe, on its test set."""
+    """Return the published figures, without re-ranking, of the first file of a recipe that was trained on a dataset."""
     for entry in list_entries():
-        if entry.recipe == recipe:
+        if entry.recipe == recipe and _test_set({"test_set": entry.training_data})[0] == dataset:
             figures = [result for result in entry.results if _test_set(result)[0] == dataset]
-            plain = [result for result in figures if "with re-ranking" not in (result.get("protocol") or "")]
-            if plain:
+            if plain := [result for result in figures if "with re-ranking" not in (result.get("protocol") or "")]:
                 return plain
     return []
 
@@ -277,7 +277,7 @@ def read_row(file: Path) -> Row:
                 raise ValueError(f"measured {name}: {values}")
         if row.difference != difference(row.measured, row.published):
             raise ValueError(f"difference {row.difference} is not that of measured and published")
-        _ = row.has_published_data  # reads the numbers of images
+        _cells(row)
     except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise DataError(
             f"{file}: not a row of `fastamp reproduce`: {error}\n  fix: write it again, or remove the file"

@@ -36,18 +36,19 @@ class ModelResult:
     Attributes:
         name: SOURCE of the model.
         metrics: see ``EvaluationResult.metrics``; in percent.
-        latency_ms: median time of one preprocessed image, from host memory to features in host memory.
+        latency_ms: quartiles of the time of one preprocessed image, from host memory to features in host memory.
         images_per_s: throughput of a batch, from the median time.
         size_mib: size of the weights of a checkpoint, or of the files of an exported model.
-        precision: precision of the features.
+        device: device that computes the features; exported models run on the CPU. ``precision``: of the features.
         ranking: result of each query.
     """
 
     name: str
     metrics: Mapping[str, Any]
-    latency_ms: float
+    latency_ms: Sequence[float]
     images_per_s: float
     size_mib: float
+    device: str
     precision: str
     ranking: RankingResult = field(repr=False)
 
@@ -62,7 +63,7 @@ class ModelComparison:
         differences: for each pair of them, (better, worse) -> differences ``better - worse`` with paired intervals.
         failures: SOURCE -> why the model could not be compared.
         batch: images of a batch of the throughput.
-        threads: threads of PyTorch. ``device``: device of the checkpoints.
+        threads: threads of PyTorch.
     """
 
     dataset: str
@@ -72,15 +73,19 @@ class ModelComparison:
     failures: Mapping[str, str]
     batch: int
     threads: int
-    device: str
 
     def panel(self) -> Panel:
         """Return the chart of mAP against latency."""
         points = [
-            Line(model.name, np.array([model.latency_ms]), np.array([model.metrics["mAP"]]), dots=True)
+            Line(
+                f"{model.name}, {model.device}",
+                np.array([model.latency_ms[1]]),
+                np.array([model.metrics["mAP"]]),
+                dots=True,
+            )
             for model in self.models
         ]
-        note = f"one image on {self.device}, {self.threads} threads"
+        note = f"one image, {self.threads} threads"
         return Panel(f"mAP on {self.dataset}", "latency in ms", "mAP in percent", points, x_log=True, note=note)
 
 
@@ -111,6 +116,7 @@ def compare_models(
     identities = Identities.split(num_query, dataset.labels, dataset.camids, values, dataset.column_names())
     models: dict[str, FeatureModel] = {}
     evaluated: dict[str, tuple[dict[str, Any], RankingResult]] = {}
+    inputs: dict[str, list[Tensor]] = {}
     failures: dict[str, str] = {}
     for source in sources:
         try:
@@ -118,15 +124,19 @@ def compare_models(
             features = _features(models[source], dataset.items, source)
             own = Protocol.from_config(cfg.with_values({"TEST.METRIC": models[source].metric}))
             result = compute_metrics(features[:num_query], features[num_query:], identities, own)
+            inputs[source] = _inputs(models[source], dataset, batch)
+            models[source].features_of_preprocessed(inputs[source])  # too large a batch fails here
             evaluated[source] = result.metrics(), result.ranking
         except UserError as error:
             if len(sources) - len(failures) == 1:
                 raise
             failures[source] = str(error)
             models.pop(source, None)
-    times = _times(models, dataset, batch, rounds)
+    times = _times(models, inputs, rounds)
     results = [
-        ModelResult(source, metrics, *times[source], _size(models[source]), _precision(models[source]), ranking)
+        ModelResult(
+            source, metrics, *times[source], _size(models[source]), *_device_and_precision(models[source]), ranking
+        )
         for source, (metrics, ranking) in evaluated.items()
     ]
     results.sort(key=lambda result: -result.metrics["mAP"])
@@ -135,9 +145,7 @@ def compare_models(
         (better.name, worse.name): compare_rankings(worse.ranking, better.ranking, pids.numpy())
         for better, worse in itertools.combinations(results, 2)
     }
-    devices = dict.fromkeys(str(model.device) for model in models.values() if isinstance(model, Predictor))
-    device, threads = ", ".join(devices) or "cpu", torch.get_num_threads()
-    return ModelComparison(name, protocol.describe(), results, differences, failures, batch, threads, device)
+    return ModelComparison(name, protocol.describe(), results, differences, failures, batch, torch.get_num_threads())
 
 
 def _features(model: FeatureModel, items: Any, title: str) -> Tensor:
@@ -155,23 +163,34 @@ def _features(model: FeatureModel, items: Any, title: str) -> Tensor:
     return torch.cat(parts)
 
 
-def _times(models: Mapping[str, FeatureModel], dataset: Any, batch: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Return the median latency of one image in ms, and the throughput of a batch in images/s, of each model.
+def _inputs(model: FeatureModel, dataset: Any, batch: int) -> list[Tensor]:
+    """Preprocess the images of a batch; those of a smaller test set are repeated."""
+    return [model.preprocess(dataset.items.path(row % len(dataset.items))) for row in range(batch)]
+
+
+def _times(
+    models: Mapping[str, FeatureModel], inputs: Mapping[str, Sequence[Tensor]], rounds: int
+) -> dict[str, tuple[list[float], float]]:
+    """Measure the latency of one image in ms (quartiles), and the throughput of a batch in images/s, of each model.
 
     The models take turns, so that a change of the machine's speed affects all of them.
     """
-    paths = [dataset.items.path(row % len(dataset.items)) for row in range(batch)]
-    inputs = {source: [model.preprocess(path) for path in paths] for source, model in models.items()}
-    seconds: dict[tuple[str, int], list[float]] = {}
+    seconds: dict[tuple[str, bool], list[float]] = {}
     for number in range(_WARM_UP + rounds):
         for source, model in models.items():
-            for count in (1, batch):
+            for one in (True, False):
+                images = inputs[source][:1] if one else inputs[source]
                 start = time.perf_counter()
-                model.features_of_preprocessed(inputs[source][:count])
+                model.features_of_preprocessed(images)
                 if number >= _WARM_UP:
-                    seconds.setdefault((source, count), []).append(time.perf_counter() - start)
-    median = {key: statistics.median(values) for key, values in seconds.items()}
-    return {source: (1000 * median[source, 1], batch / median[source, batch]) for source in models}
+                    seconds.setdefault((source, one), []).append(time.perf_counter() - start)
+    return {
+        source: (
+            (1000 * np.quantile(seconds[source, True], (0.25, 0.5, 0.75))).tolist(),
+            len(inputs[source]) / statistics.median(seconds[source, False]),
+        )
+        for source in models
+    }
 
 
 def _size(model: FeatureModel) -> float:
@@ -184,8 +203,8 @@ def _size(model: FeatureModel) -> float:
     return sum(part.stat().st_size for part in (file, weights) if part.is_file()) / 2**20
 
 
-def _precision(model: FeatureModel) -> str:
+def _device_and_precision(model: FeatureModel) -> tuple[str, str]:
     if isinstance(model, Predictor):
-        return model.policy.describe()
+        return str(model.device), model.policy.describe()
     assert isinstance(model, ExportedModel)
-    return str(model.metadata.get("precision", "float32"))
+    return "cpu", str(model.metadata["precision"])

@@ -166,6 +166,8 @@ def build_known():
         {"format": 2},
         {"more": 1},
         {"data": {"Market1501 query": {}}},
+        {"data": {}},
+        {"seconds": "long"},
     ],
 )
 def test_damaged_row_is_refused(tmp_path, change):

@@ -1,7 +1,9 @@
 """MSMT17 dataset."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
@@ -52,6 +54,12 @@ class MSMT17(ImageDataset):
 
     dataset_name = "msmt17"
     folder = VERSIONS["V1"][0]
+    # The number of training images depends on ``validation``.
+    published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "train": (0, 1041),
+        "query": (11659, 3060),
+        "gallery": (82161, 3060),
+    }
 
     def __init__(self, root: str | Path = "datasets", *, version: str = "auto", validation: bool = False) -> None:
         check_choice("DATASETS.MSMT17.VERSION", version, ("auto", *VERSIONS))

@@ -258,7 +258,7 @@ def test_identities_without_images_of_a_modality_raise(root):
 
 def test_published_counts_name_existing_splits(subtests):
     names = [name for name in TREES if DATASET_REGISTRY.get(name).published_counts]
-    assert len(names) == 21
+    assert len(names) == 22
     for name in names:
         with subtests.test(name):
             counts = DATASET_REGISTRY.get(name).published_counts
