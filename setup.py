@@ -42,7 +42,7 @@ EXTRAS = {
     "clearml": ["clearml"],
     "serve": ["fastapi>=0.116", "uvicorn>=0.30", "python-multipart>=0.0.18", "prometheus-client>=0.20"],
     "video": ["av"],
-    "hub": ["huggingface_hub>=2", "pooch>=1.8", "safetensors"],
+    "hub": ["huggingface_hub>=2", "safetensors"],
     "dev": [
         "ruff",
         "import-linter",

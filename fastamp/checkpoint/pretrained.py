@@ -5,16 +5,17 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.error import URLError
 from urllib.parse import urlparse
 
 import torch
 from torch import nn
 
+from fastamp.checkpoint.download import DownloadError, download
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.state_dict_conversion import backbone_names
 from fastamp.checkpoint.weights_file import average_in, read_checkpoint, state_dict_in
-from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.errors import ConfigError, WeightsError, WriteError
+from fastamp.utils.lock import waiting_lock
 
 logger = logging.getLogger(__name__)
 
@@ -140,10 +141,12 @@ def _download(online: TorchvisionWeights | Download) -> Any:
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            logger.info("downloading %s to %s", online.url, path)
-            torch.hub.download_url_to_file(online.url, str(path), checksum[1] if checksum else None)
+            with waiting_lock(path.with_name(f".{name}.lock")):
+                if not path.exists():
+                    logger.info("downloading %s to %s", online.url, path)
+                    download(online.url, path, sha256=checksum[1] if checksum else "")
         return read_checkpoint(path)
-    except (URLError, OSError, RuntimeError, WeightsError) as error:
+    except (DownloadError, OSError, WriteError, WeightsError) as error:
         again = f"delete {path} to download it again, " if path.exists() else ""
         # WeightsError: e.g. a web page instead of the file
         problem = "are damaged" if isinstance(error, WeightsError) else "could not be downloaded"

@@ -15,6 +15,7 @@ from fastamp.utils.files import ignore_closed_stdout
 COMMANDS = {
     "demo": "train on a generated dataset: the quickstart, without downloads",
     "recipes": "list the installed recipes, or print one",
+    "models": "list published weights by name, or describe one",
     "init": "create a project folder: config, custom component and README",
     "train": "train a model",
     "finetune": "fine-tune a model on your own images, from its weights file",
@@ -51,7 +52,8 @@ COMMANDS = {
 _MODULES = {"import": "import_checkpoint"}  # other commands: the name with underscores
 _INTRODUCTION = """usage: fastamp COMMAND [SOURCE] [KEY VALUE ...] [--flags]
 
-SOURCE is a recipe, YAML file, checkpoint or run folder. Flags may stand anywhere; KEY=VALUE is the same as KEY VALUE.
+SOURCE is a recipe, YAML file, checkpoint, run folder or name of published weights.
+Flags may stand anywhere; KEY=VALUE is the same as KEY VALUE.
 
 commands:"""
 _EXAMPLES = """

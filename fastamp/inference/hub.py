@@ -3,21 +3,19 @@
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from fastamp import zoo
+from fastamp.checkpoint.hub_client import LOG_IN, UnreachableError, explained, hub_api, import_hub
 from fastamp.checkpoint.load_state import examples
 from fastamp.checkpoint.safetensors_file import CONFIG_NAME, WEIGHTS_NAME
-from fastamp.config.recipes import find_recipe
 from fastamp.inference.package import CARD_NAME, LICENSE_NAME, check_packaged
 from fastamp.inference.predictor import Predictor
-from fastamp.utils.errors import HubError, optional_package
+from fastamp.utils.errors import HubError
 from fastamp.utils.files import expand
 from fastamp.utils.logger import log_to_console
 from fastamp.utils.version import __version__
@@ -29,16 +27,6 @@ PREFIX = "hf://"
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _UPLOADED = (CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, LICENSE_NAME)
-_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
-_DOWNLOAD = "download it with a connection to the Hub, or correct cache_dir"
-_CONNECT = "check the network, the proxy and HF_ENDPOINT"
-_FIXES = {
-    400: "correct what the Hub rejected; the metadata of a model card is at the top of README.md",
-    401: f"correct the access token: {_LOG_IN}",
-    403: "use a token with write permission for this user or organization",
-    409: "choose another name",
-}
-"""HTTP status other than those of missing files and repositories -> fix."""
 _TIMEOUT = 20  # seconds
 
 
@@ -123,16 +111,16 @@ def download(
             f"{name!r} is neither an existing path nor the name of a model on the Hub.\n"
             "  fix: correct the path, or pass user/name"
         )
-    api = _hub_api(token)
+    api = hub_api(token)
     unreachable: HubError | None = None
     if not local_files_only:
         try:
-            with _explained(repository, revision):
+            with explained(repository, revision):
                 info = api.model_info(repository, revision=revision, timeout=_TIMEOUT)
             _check_files(repository, _files_of(info))
-        except _UnreachableError as error:
+        except UnreachableError as error:
             unreachable = error
-    with _explained(repository, revision):
+    with explained(repository, revision):
         try:
             folder = api.snapshot_download(
                 repository,
@@ -170,9 +158,9 @@ def upload(folder: Path, repository: str, *, private: bool = False, update: bool
         ConfigError: if huggingface_hub is not installed, or the folder is not a packaged model with a license.
         WeightsError: if the weights are damaged.
     """
-    api = _hub_api(find_token(repository))
+    api = hub_api(find_token(repository))
     check_packaged(folder)
-    with _explained(repository):
+    with explained(repository):
         api.create_repo(repository, private=private or None, exist_ok=True)
         info = api.model_info(repository, timeout=_TIMEOUT)
     _check_existing(info, repository, private=private, update=update)
@@ -187,7 +175,7 @@ def upload(folder: Path, repository: str, *, private: bool = False, update: bool
             repository,
             repository,
         )
-    with _explained(repository):
+    with explained(repository):
         commit = api.upload_folder(
             repo_id=repository,
             folder_path=folder,
@@ -206,9 +194,9 @@ def find_token(repository: str) -> str:
     """
     if not _REPOSITORY.fullmatch(repository):
         raise HubError(f"{repository!r} is not the name of a model on the Hub.\n  fix: pass user/name")
-    token: str | None = _import_hub().get_token()
+    token: str | None = import_hub().get_token()
     if not token:
-        raise HubError(f"uploading to {repository} requires an access token with write permission.\n  fix: {_LOG_IN}")
+        raise HubError(f"uploading to {repository} requires an access token with write permission.\n  fix: {LOG_IN}")
     return token
 
 
@@ -242,56 +230,3 @@ def _check_files(repository: str, files: Sequence[str]) -> None:
             "  fix: choose a model that was uploaded by `fastamp push`; to convert the weights of another program, "
             "download them and run `fastamp import`"
         )
-
-
-def _import_hub() -> ModuleType:
-    with optional_package("the Hub requires huggingface_hub", "hub", ", or pass the path of a downloaded folder"):
-        import huggingface_hub
-        import huggingface_hub.constants
-        import huggingface_hub.errors
-    return huggingface_hub
-
-
-def _hub_api(token: str | bool | None) -> Any:
-    return _import_hub().HfApi(token=token, library_name="fastamp", library_version=__version__)
-
-
-class _UnreachableError(HubError):
-    """The Hub cannot be reached."""
-
-
-@contextmanager
-def _explained(repository: str, revision: str | None = None) -> Iterator[None]:
-    """Convert the errors of huggingface_hub to HubErrors."""
-    try:
-        yield
-    except Exception as error:
-        hub = _import_hub()
-        errors, endpoint = hub.errors, hub.constants.ENDPOINT
-        is_fallback = isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception)
-        cause = error.__cause__ if is_fallback else error  # why the file was searched in the cache
-        found, status = (str(cause).strip().splitlines() or [type(cause).__name__])[0], 0
-        if isinstance(cause, errors.HfHubHTTPError):
-            found, status = cause.server_message or found, cause.response.status_code
-        recipe = f"; {repository} is a recipe, not a model" if find_recipe(repository) else ""
-        page = f"{endpoint}/{repository}"
-        explanations: list[tuple[Any, str, str]] = [
-            (errors.GatedRepoError, "is gated", f"request access at {page}, and {_LOG_IN}"),
-            (errors.RevisionNotFoundError, f"has no revision {revision!r}", f"choose a commit of {page}/commits/main"),
-            (
-                errors.RepositoryNotFoundError,
-                f"is not a local path, and at {endpoint} it does not exist or is private{recipe}",
-                f"correct the name or path; for a private model, {_LOG_IN}",
-            ),
-            (errors.LocalEntryNotFoundError, f"at revision {revision or 'main'} is not in the cache", _DOWNLOAD),
-            (errors.HfHubHTTPError, f"got the status {status} from the Hub", _FIXES.get(status, "try again later")),
-            ((ConnectionError, TimeoutError, errors.HTTPError), f"cannot be reached at {endpoint}", _CONNECT),
-            (OSError, "cannot be transferred", "check the space and the permissions of the cache folder (HF_HOME)"),
-            # Names that the Hub forbids, invalid model cards, answers of other servers.
-            (ValueError, f"was rejected by {endpoint} or huggingface_hub", "correct the name, or the top of README.md"),
-        ]
-        for kinds, problem, fix in explanations:
-            if isinstance(cause, kinds):
-                kind = _UnreachableError if fix is _CONNECT else HubError
-                raise kind(f"{repository} {problem}.\n  found: {found}\n  fix: {fix}") from error
-        raise

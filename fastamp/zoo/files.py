@@ -10,10 +10,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fastamp.checkpoint.download import OFFLINE, Downloader, DownloadError, is_offline
+from fastamp.checkpoint.download import OFFLINE, DownloadError, download, is_offline
+from fastamp.checkpoint.hub_client import download_file
 from fastamp.checkpoint.record import add_to_record, read_record, record_of
 from fastamp.config import CfgNode
-from fastamp.utils.errors import ConfigError, WeightsError, optional_package, writing
+from fastamp.utils.errors import ConfigError, HubError, WeightsError, writing
 from fastamp.utils.files import expand, file_sha256, user_cache
 from fastamp.utils.lock import waiting_lock
 from fastamp.zoo.catalog import PREFIX, Entry, find
@@ -79,6 +80,11 @@ def local_file(entry: Entry, *, accept_withdrawn: bool = False) -> Path:
         with waiting_lock(path.with_name(f".{path.name}.lock")):
             if not path.exists():  # another process has not downloaded it meanwhile
                 _download(entry, path)
+                try:
+                    _check(entry, path)
+                except WeightsError:
+                    path.unlink()
+                    raise
     _check(entry, path)
     return path
 
@@ -128,8 +134,8 @@ def _download(entry: Entry, path: Path) -> None:
             _fetch(url, path, entry)
             logger.info("%s: saved as %s", entry.name, path)
             return
-        except DownloadError as error:
-            problems.append(str(error))
+        except (DownloadError, HubError) as error:
+            problems.append(str(error).partition("\n  fix: ")[0].replace("\n  ", "; "))
     listed = "\n    ".join(problems)
     raise WeightsError(
         f"{entry.name} cannot be downloaded.\n  found:\n    {listed}\n"
@@ -138,17 +144,12 @@ def _download(entry: Entry, path: Path) -> None:
 
 
 def _fetch(url: str, path: Path, entry: Entry) -> None:
-    """Download one address with pooch, which compares the hash before the file gets its name."""
-    with optional_package("downloading published weights requires pooch", "hub", f", or save {url} as {path}"):
-        import pooch
-    pooch.get_logger().setLevel("WARNING")  # it logs the hash that it did not expect, and its own progress
     logger.info("downloading %s", url)
-    downloader = Downloader(path.with_name(f".{path.name}.part"), size=entry.size)
-    known = f"sha256:{entry.sha256}" if entry.sha256 else None
-    try:
-        pooch.retrieve(url, known, path.name, path.parent, downloader=downloader)
-    except ValueError as error:  # another hash
-        raise DownloadError(f"{url}: {str(error).splitlines()[0]}") from error
+    if url == entry.url and entry.hub_file:
+        repository, revision, name = entry.hub_file
+        download_file(repository, revision, name, path)
+    else:
+        download(url, path, sha256=entry.sha256 or entry.hash_suffix, size=entry.size)
 
 
 def _check(entry: Entry, path: Path) -> None:

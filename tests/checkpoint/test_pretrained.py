@@ -1,13 +1,11 @@
 """Pretrained backbones: local files, downloads, input channels, errors."""
 
-from pathlib import Path
-from urllib.error import URLError
-
 import hostile_pickles
 import pytest
 import torch
 import torchvision
 
+from fastamp.checkpoint.download import DownloadError
 from fastamp.config import read_config
 from fastamp.modeling import build_backbone, build_model
 from fastamp.utils.errors import ConfigError, WeightsError
@@ -111,11 +109,11 @@ def empty_cache(tmp_path, monkeypatch):
 def test_downloaded_weights_are_cached_and_adapted_to_one_channel(monkeypatch, resnet18, empty_cache):
     asked = []
 
-    def download(url, path, checksum):
-        asked.append((url, checksum))
+    def download(url, path, sha256):
+        asked.append((url, sha256))
         torch.save(resnet18.state_dict(), path)
 
-    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    monkeypatch.setattr("fastamp.checkpoint.pretrained.download", download)
     for _ in range(2):
         backbone = build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True", "INPUT.CHANNELS", "1"))
         assert torch.equal(backbone.conv1.weight, resnet18.conv1.weight.sum(dim=1, keepdim=True))
@@ -125,7 +123,9 @@ def test_downloaded_weights_are_cached_and_adapted_to_one_channel(monkeypatch, r
 
 def test_hostile_download_is_rejected(monkeypatch, empty_cache):
     code = hostile_pickles.PICKLES["a key of shared tuples"]
-    monkeypatch.setattr(torch.hub, "download_url_to_file", lambda url, path, _: hostile_pickles.write(code, Path(path)))
+    monkeypatch.setattr(
+        "fastamp.checkpoint.pretrained.download", lambda url, path, sha256: hostile_pickles.write(code, path)
+    )
     with pytest.raises(WeightsError, match=rf"delete {empty_cache}"):
         build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True"))
 
@@ -157,11 +157,11 @@ def test_pretrained_weights_of_another_depth_are_rejected(tmp_path):
 
 @pytest.mark.parametrize("ibn, url", [("False", "pytorch.org/models/resnet18"), ("True", "IBN-Net/releases")])
 def test_failed_download_names_the_url_and_the_config_key(monkeypatch, empty_cache, ibn, url):
-    def offline(url, path, checksum):
-        assert (checksum is not None) == (ibn == "False")
-        raise URLError("no network")
+    def offline(url, path, sha256):
+        assert bool(sha256) == (ibn == "False")
+        raise DownloadError("no network")
 
-    monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
+    monkeypatch.setattr("fastamp.checkpoint.pretrained.download", offline)
     with pytest.raises(WeightsError, match=url) as error:
         build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.WITH_IBN", ibn))
     assert "MODEL.BACKBONE.PRETRAIN_PATH" in str(error.value)

@@ -1,8 +1,5 @@
 """OSNet and OSNet-AIN: parameter counts, comparison with a plain computation, and torchreid's files."""
 
-from pathlib import Path
-from urllib.error import URLError
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +7,7 @@ from small_networks import Layers, build, config, count_parameters
 from torch import nn
 
 from fastamp.amp.checks import check_losses
+from fastamp.checkpoint.download import DownloadError
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.modeling import build_backbone, build_model
 from fastamp.modeling.backbones import osnet, osnet_ain
@@ -187,12 +185,12 @@ def test_osnet_pretrained_weights_have_distinct_cache_file_names(monkeypatch, tm
     """The cache identifies files by name, but the URLs do not contain file names."""
     calls = []
 
-    def offline(url, path, checksum):
-        calls.append((url, Path(path).name))
-        raise URLError("no network")
+    def offline(url, path, sha256):
+        calls.append((url, path.name))
+        raise DownloadError("no network")
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
+    monkeypatch.setattr("fastamp.checkpoint.pretrained.download", offline)
     variants = [(OSNET, *key) for key in osnet.PRETRAINED] + [(AIN, key, False) for key in osnet_ain.PRETRAINED]
     for name, depth, ibn in variants:
         opts = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.WITH_IBN", str(ibn))
@@ -203,11 +201,11 @@ def test_osnet_pretrained_weights_have_distinct_cache_file_names(monkeypatch, tm
 
 
 def test_html_page_downloaded_instead_of_osnet_weights_raises(monkeypatch, tmp_path):
-    def download(url, path, checksum):
-        Path(path).write_text("<html>Quota exceeded</html>")
+    def download(url, path, sha256):
+        path.write_text("<html>Quota exceeded</html>")
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    monkeypatch.setattr("fastamp.checkpoint.pretrained.download", download)
     with pytest.raises(WeightsError, match=rf"{tmp_path}(.|\n)*PRETRAIN_PATH"):
         build_backbone(config(OSNET, "x0_25", 128, "MODEL.BACKBONE.PRETRAIN", "True"))
 

@@ -264,12 +264,12 @@ def test_vit_logs_unused_camera_embeddings_and_raises_for_another_camera_count(c
 def test_pretrain_downloads_vit_weights_of_configured_depth(tiny_base, monkeypatch, tmp_path):
     calls = []
 
-    def download(url, path, checksum):
+    def download(url, path, sha256):
         calls.append(url)
         torch.save(timm_vit().state_dict(), path)
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    monkeypatch.setattr("fastamp.checkpoint.pretrained.download", download)
     build_backbone(tiny_base("MODEL.BACKBONE.PRETRAIN", "True"))
     assert calls == [DEPTHS["base"].pretrained.url]
 

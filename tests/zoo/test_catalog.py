@@ -124,3 +124,27 @@ def test_existing_path_has_precedence(saved, tmp_path, monkeypatch, capsys):
 def test_entry_without_a_recipe_is_refused_by_name(folder):
     with pytest.raises(ConfigError, match="torchreid_hacnn_market1501"):
         fastamp.from_pretrained("hacnn_market1501")
+
+
+def test_models_lists_filtered_entries_and_describes_one(capsys):
+    assert main(["models", "veri"]) == 0
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert rows == [
+        entry.name for entry in zoo.list_entries() if "veri" in f"{entry.name} {entry.training_data}".lower()
+    ]
+    assert main(["models", "veri_sbs"]) == 2 and main(["models", "sbs_r50_ibn_veri"]) == 0
+    shown = capsys.readouterr().out
+    entry = zoo.find("sbs_r50_ibn_veri")
+    assert all(
+        text in shown for text in (entry.url, entry.sha256, "81.9", "97.0", "MODEL_ZOO.md", "not stated", *entry.traps)
+    )
+
+
+def test_license_states_commercial_use_only_if_it_is_stated():
+    expected = {
+        "torchreid_osnet_x1_0_msmt17_combineall": "yes",  # MIT on the author's hub
+        "megadescriptor_l_384": "no",
+        "luperson_moco_r50": "no",
+        "fastreid_bot_r50_market1501": "not stated",  # only the code has a license
+    }
+    assert {name: zoo.find(name).commercial_use for name in expected} == expected
