@@ -148,3 +148,79 @@ def test_license_states_commercial_use_only_if_it_is_stated():
         "fastreid_bot_r50_market1501": "not stated",  # only the code has a license
     }
     assert {name: zoo.find(name).commercial_use for name in expected} == expected
+
+
+@pytest.mark.integration
+def test_config_of_each_entry_has_the_facts_of_the_entry():
+    """Against the facts themselves: statistics in 0..255, sizes, classes, neck, pooling, stem, cameras."""
+    backbones = {
+        "ResNet-50 IBN-a": {"NAME": "build_resnet_backbone", "DEPTH": "50x", "WITH_IBN": True},
+        "ResNet-101 IBN-a": {"NAME": "build_resnet_backbone", "DEPTH": "101x", "WITH_IBN": True},
+        "ResNet-50": {"NAME": "build_resnet_backbone", "DEPTH": "50x", "WITH_IBN": False},
+        "ResNeSt-50": {"NAME": "build_resnest_backbone", "DEPTH": "50x"},
+        "CLIP ViT-B/16": {"NAME": "build_clip_vit_backbone", "DEPTH": "base"},
+        "CLIP ResNet-50": {"NAME": "build_clip_resnet_backbone"},
+        "ViT-B/16": {"NAME": "build_vit_backbone", "DEPTH": "base"},
+        "osnet_x1_0": {"NAME": "build_osnet_backbone", "DEPTH": "x1_0", "WITH_IBN": False},
+        "osnet_x0_75": {"NAME": "build_osnet_backbone", "DEPTH": "x0_75", "WITH_IBN": False},
+        "osnet_x0_5": {"NAME": "build_osnet_backbone", "DEPTH": "x0_5"},
+        "osnet_x0_25": {"NAME": "build_osnet_backbone", "DEPTH": "x0_25"},
+        "osnet_ibn_x1_0": {"NAME": "build_osnet_backbone", "DEPTH": "x1_0", "WITH_IBN": True},
+        "osnet_ain_x1_0": {"NAME": "build_osnet_ain_backbone", "DEPTH": "x1_0"},
+    }
+    wrong, checked = [], {"backbone": 0, "mean": 0, "before": 0, "pooling": 0, "cameras": 0, "padded": 0}
+    for entry in zoo.list_entries():
+        if not entry.recipe:
+            continue
+        cfg = entry.config()
+        backbone, heads = cfg.MODEL.BACKBONE, cfg.MODEL.HEADS
+        found: dict = {key: backbone[key] for key in backbones.get(entry.backbone, {})}
+        expected: dict = dict(backbones.get(entry.backbone, {}))
+        checked["backbone"] += bool(expected)
+        if entry.mean:
+            checked["mean"] += 1
+            found |= {"mean": cfg.MODEL.PIXEL_MEAN, "std": cfg.MODEL.PIXEL_STD}
+            expected |= {
+                "mean": pytest.approx([255 * value for value in entry.mean]),
+                "std": pytest.approx([255 * value for value in entry.std]),
+            }
+        if entry.interpolation:
+            used = cfg.INPUT.INTERPOLATION_TEST
+            found["test"] = cfg.INPUT.INTERPOLATION if used == "same" else used
+            expected["test"] = entry.interpolation[1]
+        if entry.input_size:
+            found["size"], expected["size"] = tuple(cfg.INPUT.SIZE_TEST), tuple(entry.input_size)
+        if entry.classes:
+            found["classes"], expected["classes"] = heads.NUM_CLASSES, entry.classes
+        if entry.neck.startswith("BNNeck, feature"):
+            checked["before"] += "before" in entry.neck
+            found["feature"], expected["feature"] = heads.EVAL_FEAT, entry.neck.split()[2]
+            found["neck"], expected["neck"] = heads.WITH_BNNECK, True
+        if entry.neck.startswith("linear 512, batch norm, ReLU"):
+            found["head"], expected["head"] = (heads.NAME, heads.EMBEDDING_DIM), ("FCHead", 512)
+        if entry.pooling:
+            checked["pooling"] += 1
+            learned = "learned" in entry.pooling
+            found["pool"] = heads.POOL_LAYER == "GeneralizedMeanPoolingP" if learned else heads.POOL_LAYER
+            expected["pool"] = True if learned else (
+                heads.POOL_LAYER if entry.pooling == "GeM" and heads.POOL_LAYER.startswith("GeneralizedMean")
+                else "GlobalAvgPool"
+            )  # fmt: skip
+        if entry.sie:
+            checked["cameras"] += 1
+            found["cameras"] = (backbone.SIE_CAMERAS, backbone.SIE_VIEWS, backbone.SIE_COE)
+            expected["cameras"] = tuple(entry.sie.get(key, 0) for key in ("cameras", "views", "coefficient"))
+        if entry.program == "FastReID" and "ResNet" in entry.backbone:
+            old = "2020-01" < entry.published <= "2020-08-10"
+            checked["padded"] += old
+            found["stem"] = backbone.STEM_POOL
+            expected["stem"] = "padded" if old else backbone.STEM_POOL
+        if entry.last_stride:
+            found["stride"], expected["stride"] = backbone.LAST_STRIDE, entry.last_stride
+        found["pretrain"], expected["pretrain"] = backbone.PRETRAIN, False
+        wrong += [
+            f"{entry.name}: {key} {found[key]}, expected {expected[key]}"
+            for key in found
+            if found[key] != expected[key]
+        ]
+    assert wrong == [] and all(count > 4 for count in checked.values()), checked
