@@ -15,7 +15,7 @@ from fastamp.checkpoint.load_state import examples
 from fastamp.checkpoint.safetensors_file import CONFIG_NAME, WEIGHTS_NAME
 from fastamp.inference.package import CARD_NAME, LICENSE_NAME, check_packaged
 from fastamp.inference.predictor import Predictor
-from fastamp.utils.errors import HubError
+from fastamp.utils.errors import HubError, did_you_mean
 from fastamp.utils.files import expand
 from fastamp.utils.logger import log_to_console
 from fastamp.utils.version import __version__
@@ -71,7 +71,8 @@ def from_pretrained(
     text = os.fspath(name)
     is_remote = text.startswith(PREFIX)
     path = expand(text)
-    if text.startswith(zoo.PREFIX) or not (is_remote or path.exists() or "/" in text or isinstance(name, os.PathLike)):
+    is_named = not (is_remote or path.exists() or isinstance(name, os.PathLike)) and bool(zoo.matches(text))
+    if is_named or text.startswith(zoo.PREFIX):
         path = zoo.checkpoint(text, accept_withdrawn=accept_withdrawn)
     if is_remote or not (path.exists() or isinstance(name, os.PathLike)):
         path = download(text, revision=revision, cache_dir=cache_dir, token=token, local_files_only=local_files_only)
@@ -108,8 +109,9 @@ def download(
     revision = revision or at or None
     if not _REPOSITORY.fullmatch(repository):
         raise HubError(
-            f"{name!r} is neither an existing path nor the name of a model on the Hub.\n"
-            "  fix: correct the path, or pass user/name"
+            f"{name!r} is neither an existing path, a name of published weights nor the name of a model on the Hub."
+            f"{did_you_mean(name, zoo.names())}\n"
+            "  fix: correct the path, or pass a name of `fastamp models` or user/name"
         )
     api = hub_api(token)
     unreachable: HubError | None = None
