@@ -39,11 +39,11 @@ EXPECTED = {
         ],
     ),
     "nan_at_test_time": (
-        ["0 of 30 are NaN", "gradient norm: inf", "mean of the run inf", "of 2048 features are NaN"],
+        ["0 of 10 are NaN", "gradient norm: inf", "mean of the run inf", "1024 of 1024 features are NaN"],
         [
-            "forward overflow in scan (Scan)",
-            "SOLVER.AMP.FORCE_FP32 \"['scan']\"",
-            "0 of 2048 features are NaN",
+            "forward overflow in backbone.layers.0.blocks.0.op.scan (CrossScan)",
+            "SOLVER.AMP.FORCE_FP32 \"['backbone.layers.0.blocks.0.op.scan']\"",
+            "0 of 1024 features are NaN",
         ],
     ),
     "learns_nothing": (
