@@ -7,6 +7,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
+from models_table import insert_models_tables
 from pages import generated_pages
 from recipes_table import MARKER, recipes_table
 from results_table import RESULTS_MARKER, results_table
@@ -25,10 +26,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Insert the tables of recipes and of results."""
+    """Insert the tables of recipes, of results and of published weights."""
     for marker, table in ((MARKER, recipes_table), (RESULTS_MARKER, results_table)):
         markdown = markdown.replace(marker, table()) if marker in markdown else markdown
-    return markdown
+    return insert_models_tables(markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

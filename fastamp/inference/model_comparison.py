@@ -207,4 +207,4 @@ def _device_and_precision(model: FeatureModel) -> tuple[str, str]:
     if isinstance(model, Predictor):
         return str(model.device), model.policy.describe()
     assert isinstance(model, ExportedModel)
-    return "cpu", str(model.metadata["precision"])
+    return "cpu", str(model.metadata.get("precision", "unknown"))

@@ -1,13 +1,16 @@
-"""The installed wheel: commands that need files of the package, from an empty folder."""
+"""The wheel, built from the source distribution: commands that need files of the package, from an empty folder."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import fastamp
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow  # builds a wheel and starts processes that import PyTorch
@@ -36,7 +39,12 @@ def installed(tmp_path_factory):
         return done.stdout
 
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    check(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", root / "dist", source)
+    sdist = (
+        "import os, sys; from setuptools import build_meta; os.chdir(sys.argv[1]); build_meta.build_sdist(sys.argv[2])"
+    )
+    check(sys.executable, "-c", sdist, source, root / "dist")
+    (archive,) = (root / "dist").glob("*.tar.gz")
+    check(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", root / "dist", archive)
     (wheel,) = (root / "dist").glob("*.whl")
     check(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", environment)
     # The dependencies are those of the environment that runs the tests, which may itself be a virtual environment.
@@ -59,6 +67,11 @@ def test_wheel_is_installed_with_complete_metadata(installed):
     done = installed(installed.python, "-c", code)
     file, text = done.stdout.split("\n", 1)
     assert file.startswith(str(installed.python.parents[1]))
+    pages = re.findall(r"https?://[^\s)>\"]+", text.partition("\n\n")[0])
+    assert pages == [
+        "https://github.com/JDAI-CV/fast-reid"
+    ]  # a page that exists, and none of fastamp before it has one
+    assert f"\nVersion: {fastamp.__version__}\n" in text
     for name in ("Summary", "Keywords", "Classifier", "Project-URL", "License", "Requires-Python"):
         assert f"\n{name}" in f"\n{text}", name
 

@@ -2,6 +2,7 @@
 
 import json
 
+import models_table
 import pytest
 from api_pages import PACKAGES, api_pages, public_names
 from commands_page import commands_page
@@ -14,6 +15,7 @@ from recipes_table import MARKER, recipes_table
 from fastamp.cli import command_parser, commands
 from fastamp.config.defaults import KEYS
 from fastamp.config.recipes import list_recipes
+from fastamp.zoo.catalog import list_entries
 
 pytestmark = pytest.mark.integration
 
@@ -66,6 +68,28 @@ def test_each_recipe_is_in_the_table():
     table = recipes_table()
     assert all(f"| `{name}` |" in table for name in list_recipes())
     assert MARKER in (DOCS / "recipes.md").read_text(encoding="utf-8")
+
+
+def test_published_weights_are_listed_by_what_their_authors_state():
+    page = (DOCS / "guides/choose-a-model.md").read_text(encoding="utf-8")
+    orders = models_table.MARKER.findall(page)
+    assert orders == ["accuracy", "size", "license"]
+    assert not models_table.MARKER.search(models_table.insert_models_tables(page))
+    by_name = {entry.name: entry for entry in list_entries()}
+    listed = {}
+    for order in orders:
+        rows = [line.strip("| ").split(" | ") for line in models_table.models_table(order).splitlines()[2:]]
+        assert rows and all(len(row) == 9 for row in rows)
+        listed[order] = [(by_name[row[0].strip("`")], row[4], float(row[5])) for row in rows]
+        for entry, test_set, mean_precision in listed[order]:
+            assert entry.recipe and not entry.withdrawn and entry.loads != "no"
+            assert any((found["test_set"], found.get("mAP")) == (test_set, mean_precision) for found in entry.results)
+    for test_set in models_table.TEST_SETS:
+        scores = [score for _, name, score in listed["accuracy"] if name == test_set]
+        assert scores and scores == sorted(scores, reverse=True)
+    sizes = [entry.size for entry, *_ in listed["size"]]
+    assert sizes == sorted(sizes)
+    assert {entry.commercial_use for entry, *_ in listed["license"]} == {"yes"}
 
 
 def test_notebook_is_shown_as_code_and_text(tmp_path):
