@@ -35,7 +35,7 @@ def selective_scan(
         h_ln = exp(delta_l A_n) h_(l-1)n + delta_l B_ln u_l        y_l = sum_n C_ln h_ln + D u_l
 
     The d channels of each of the K groups share B and C. Computes in float32 under every precision policy. The states
-    are not kept: memory is linear in L, since the backward pass computes them again; it cannot be differentiated.
+    are not kept: memory is linear in L, since the backward pass computes them again; a second derivative is an error.
     Without gradients, compiled and exported models combine positions in log2(L) steps.
 
     Args:
@@ -51,7 +51,7 @@ def selective_scan(
     """
     dtype = torch.promote_types(u.dtype, delta.dtype)
     by_group = (B.shape[1], -1)
-    inputs = [
+    inputs: list[Any] = [
         *(_positions_first(x.to(dtype)).unflatten(2, by_group).unsqueeze(2) for x in (u, delta)),
         A.to(dtype).t().unflatten(1, by_group).contiguous(),
         *(x.to(dtype).permute(0, 3, 2, 1).unsqueeze(-1).contiguous() for x in (B, C)),
@@ -59,7 +59,7 @@ def selective_scan(
     ]
     needs_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if torch.jit.is_tracing() or (torch.compiler.is_compiling() and not needs_gradients):  # also in torch.export
-        output = _scan_by_doubling(*inputs, delta_softplus)
+        output = _scan_by_doubling(*inputs, softplus=delta_softplus)
     else:
         output = _SelectiveScan.apply(*inputs, delta_softplus)
     return output.flatten(2).transpose(1, 2)
@@ -82,6 +82,7 @@ def _add_products(x: Tensor, y: Tensor, total: Tensor | None = None) -> Tensor:
     """Sum x * y over the states, and add ``total``: (batch, L, 1, K, d)."""
     for x_n, y_n in zip(x.split(1, -3), y.split(1, -3), strict=True):
         total = x_n * y_n if total is None else torch.addcmul(total, x_n, y_n)
+    assert total is not None  # there is at least one state
     return total
 
 
@@ -90,7 +91,7 @@ def _output(h: Tensor, C: Tensor, u: Tensor, D: Tensor | None) -> Tensor:
 
 
 def _scan_by_doubling(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, bias: Tensor | None, softplus: bool
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, bias: Tensor | None, *, softplus: bool
 ) -> Tensor:
     """Combine each position with those before it, at distances 1, 2, 4, ... (Hillis & Steele 1986)."""
     step = _step_size(delta, bias, softplus)
@@ -127,7 +128,7 @@ def _recur(factor: Tensor, h: Tensor, before: Tensor | None, products: Tensor, r
     elif rest:
         before, size = None, [h.shape[1] - rest, rest]
         for part in list(zip(*(x.split(size, 1) for x in (factor, h, products)), strict=True))[::order]:
-            _recur(*part[:2], before, part[2], reverse)
+            _recur(part[0], part[1], before, part[2], reverse)
             before = part[1][:, last]
     else:
         chunked = [x.unflatten(1, (-1, _CHUNK)) for x in (factor, h, products)]
@@ -159,9 +160,14 @@ class _SelectiveScan(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the states of each segment again, from the last segment to the first."""
+        # once_differentiable returns constants if only the inputs, not the output's gradient, need a second derivative.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "selective_scan has no second derivative, but its gradient was asked for with create_graph=True.\n"
+                "  fix: call backward or torch.autograd.grad without create_graph"
+            )
         u, step, A, B, C, D, bias, *lasts = ctx.saved_tensors
         grad_u, grad_step, grad_B, grad_C = (torch.empty_like(x) for x in (u, step, B, C))
         grad_A, after = torch.zeros_like(A), None

@@ -55,7 +55,7 @@ class Frames:
             ) from error
         self.path = path / "img1" if (path / "img1").is_dir() else path
         self.rate = Fraction(_DEFAULT_RATE)
-        self._options = {"bit_depth": bit_depth, "decoder": decoder}
+        self._options: dict[str, Any] = {"bit_depth": bit_depth, "decoder": decoder}
         self._files: dict[int, Path] = {}
         if self.path.is_dir():
             self._files = _numbered_images(self.path)

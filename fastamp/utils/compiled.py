@@ -87,22 +87,35 @@ class _Region:
         if self.clone:
             torch.compiler.cudagraph_mark_step_begin()
         counted, start = _counts(), time.perf_counter()
+        failure = None
         try:
             result = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            state.failed = True
-            logger.warning(
-                "%s: the compilation of %s failed, so the model runs eagerly: %s\n  fix: set MODEL.COMPILE to off",
-                state.description,
-                self.name,
-                _first_line(getattr(error, "inner_exception", error)),
-            )
-            return module._call_impl(*args, **kwargs)
+            failure = _first_line(getattr(error, "inner_exception", error))
+        if failure:
+            return self._run_after(failure, *args, **kwargs)
         if _counts() != counted:
             seconds = time.perf_counter() - start
             state.seconds += seconds
             logger.info("%s", _describe(self, counted, seconds))
         return _clone(result) if self.clone else result
+
+    def _run_after(self, failure: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the module eagerly after a failed compilation. An error of this pass is the module's, and is raised."""
+        state = self.state
+        state.failed = True  # regions inside this one do not compile, either
+        try:
+            result = self.module._call_impl(*args, **kwargs)
+        except BaseException:
+            state.failed = False
+            raise
+        logger.warning(
+            "%s: the compilation of %s failed, so the model runs eagerly: %s\n  fix: set MODEL.COMPILE to off",
+            state.description,
+            self.name,
+            failure,
+        )
+        return result
 
 
 def compile_parts(
@@ -161,8 +174,9 @@ def compilation_of(model: nn.Module) -> Compilation | None:
 def repeated_blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Return the names of the modules in submodules of a model that are repeated, e.g. the blocks of a transformer.
 
-    These are the items of the outermost lists of at least two modules of one class with submodules. The compiled code
-    of one is reused for the others.
+    These are the items of the outermost lists of at least two modules of one class with submodules, other than lists
+    of modules, such as stages: their blocks may be called without them. The compiled code of one is reused for the
+    others.
     """
     found: list[str] = []
     for root in names:
@@ -171,7 +185,9 @@ def repeated_blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
                 continue
             children = dict(module.named_children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else {}
             kinds = {type(child) for child in children.values()}
-            if len(children) > 1 and len(kinds) == 1 and all(any(child.children()) for child in children.values()):
+            if len(children) < 2 or len(kinds) > 1 or kinds <= {nn.ModuleList, nn.Sequential}:
+                continue
+            if all(any(child.children()) for child in children.values()):
                 found += [f"{name}.{child}" for child in children]
     return found
 
@@ -238,9 +254,10 @@ def _describe(region: _Region, counted: tuple[int, int], seconds: float) -> str:
     utils = torch._dynamo.utils
     frames, breaks = (now - before for now, before in zip(_counts(), counted, strict=True))
     reasons: Counter[str] = Counter()
-    for reason in utils.graph_break_reasons[len(utils.graph_break_reasons) - breaks :]:
-        where = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
-        reasons[f"graph break{where}: {_first_line(reason.reason)}"] += 1
+    for graph_break in utils.graph_break_reasons[len(utils.graph_break_reasons) - breaks :]:
+        frame = graph_break.user_stack[-1] if graph_break.user_stack else None
+        where = f" at {frame.filename}:{frame.lineno}" if frame else ""
+        reasons[f"graph break{where}: {_first_line(graph_break.reason)}"] += 1
     recompilations = 0
     for metrics in utils.get_compilation_metrics()[-frames:]:
         if reason := getattr(metrics, "recompile_reason", None):  # PyTorch before 2.7 does not have it

@@ -3,6 +3,7 @@
 import json
 import logging
 
+import every_backbone
 import pytest
 import tiny
 import torch
@@ -134,6 +135,33 @@ def test_failed_compilation_warns_once_and_continues_eagerly(caplog):
         assert "MODEL.COMPILE" in record.getMessage() and "no kernel" in record.getMessage()
         assert record.exc_info is None and "Traceback" not in caplog.text
         assert compilation_of(model) is None
+
+
+def test_error_of_the_model_is_not_reported_as_one_of_the_compiler(caplog):
+    class Wrong(Trunk):
+        def forward(self, x):
+            return super().forward(x) @ torch.ones(5, 5)  # PyTorch finds it while it traces
+
+    model = torch.nn.Sequential(Wrong())
+    with pytest.raises(RuntimeError) as expected:
+        model(torch.ones(2, 4))
+    compile_parts(model, ("0",), "aot_eager")
+    with pytest.raises(RuntimeError) as found:
+        model(torch.ones(2, 4))
+    assert (found.type, str(found.value), found.value.__context__) == (expected.type, str(expected.value), None)
+    assert "MODEL.COMPILE" not in caplog.text
+    assert compilation_of(model)  # the next batch may be valid
+
+
+@pytest.mark.parametrize("backbone", ["swin tiny", "vmamba nano", "clip_vit tiny", "effnet b0", "osnet x0_25"])
+def test_repeated_blocks_are_called(backbone):
+    model, called = build_model(every_backbone.config(backbone)).eval(), set()
+    names = repeated_blocks(model, model.trunks)
+    for name in names:
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name))
+    with torch.no_grad():
+        model(BATCH)
+    assert called == set(names) and len(names) > 1
 
 
 def test_log_names_graph_breaks_and_recompilations(caplog):

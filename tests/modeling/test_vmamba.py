@@ -11,11 +11,11 @@ import torch
 import yacs.config
 from small_networks import config
 from torch import nn
-from torchvision.ops import StochasticDepth
 
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.checkpoint.state_dict_conversion import whole_model_names
 from fastamp.engine.dry_run import multiply_adds
+from fastamp.layers import DropPath
 from fastamp.modeling import build_backbone
 from fastamp.modeling.backbones import vmamba
 from fastamp.modeling.backbones.vmamba import DEPTHS, Depth, SelectiveScan2d, VMamba
@@ -227,7 +227,7 @@ def test_a_position_embedding_is_reported():
 
 
 def test_final_norm_of_a_bare_file_belongs_to_the_backbone():
-    names = whole_model_names(small_state(), VMamba(SMALL), [], pools_without_padding=False)
+    names = whole_model_names(small_state(), VMamba(SMALL), [], pools_without_padding=False, has_relu=True)
     assert {name for name in names if not name.startswith("backbone.")} == {
         "heads.classifier.head.weight",
         "heads.classifier.head.bias",
@@ -267,7 +267,7 @@ def test_initial_values_are_those_of_the_paper():
 def test_one_drop_path_serves_both_branches_and_grows_linearly():
     model = VMamba(SMALL, drop_path=0.4)
     blocks = [block for layer in model.layers for block in layer.blocks]
-    rates = [module.p for module in model.modules() if isinstance(module, StochasticDepth)]
+    rates = [module.p for module in model.modules() if isinstance(module, DropPath)]
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4]) and isinstance(blocks[0].drop_path, nn.Identity)
     calls = []
     blocks[4].drop_path.register_forward_hook(lambda *args: calls.append(args[2]))

@@ -1,7 +1,7 @@
 """Hooks that measure what limits the speed of a run: waiting for images, use of the device's peak, and a profile."""
 
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -63,7 +63,7 @@ class SpeedMonitor(HookBase):
     def before_train(self) -> None:
         self._steps, self._seconds, self._waited, self._flops = 0, 0.0, 0.0, 0
         self._policy: PrecisionPolicy | None = None
-        self._seconds_at: Counter[float] = Counter()  # peak -> seconds
+        self._seconds_at: defaultdict[float, float] = defaultdict(float)  # peak -> seconds
         self._counting = ExitStack()
 
     def before_step(self) -> None:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchvision.ops import StochasticDepth
 
 from fastamp.amp import force_fp32
 from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.config import CfgNode
 from fastamp.contracts import State
-from fastamp.layers import selective_scan
+from fastamp.layers import DropPath, selective_scan
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
     LayerGroups,
@@ -227,7 +226,7 @@ class Block(nn.Module):
         hidden = _MLP_RATIO * channels
         self.norm = LayerNorm2d(channels)
         self.op = SelectiveScan2d(channels, ratio * channels)
-        self.drop_path = StochasticDepth(drop_path, mode="row") if drop_path > 0 else nn.Identity()
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
         self.norm2 = LayerNorm2d(channels)
         self.mlp = _named(fc1=Linear2d(channels, hidden), act=nn.GELU(), fc2=Linear2d(hidden, channels))
 

@@ -97,8 +97,8 @@ def _teacher_config(cfg: CfgNode, path: str) -> Any:
         )
     teacher.MODEL.HEADS.NUM_CLASSES = classes
     teacher.MODEL.DEVICE = requested_device(cfg)
-    for key in ("CHANNELS_LAST", "COMPILE", "COMPILE_REGION", "COMPILE_MODE"):
-        teacher.MODEL[key] = cfg.MODEL[key]
+    for name in ("CHANNELS_LAST", "COMPILE", "COMPILE_REGION", "COMPILE_MODE"):
+        teacher.MODEL[name] = cfg.MODEL[name]
     teacher.SOLVER.AMP.ENABLED, teacher.SOLVER.AMP.DTYPE = cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE
     teacher.MODEL.BACKBONE.PRETRAIN = False  # overwritten by the weights file
     name = teacher.MODEL.META_ARCHITECTURE
