@@ -162,12 +162,9 @@ class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the states of each segment again, from the last segment to the first."""
-        # once_differentiable returns constants if only the inputs, not the output's gradient, need a second derivative.
+        # once_differentiable returns constants if the gradient of the output is one.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "selective_scan has no second derivative, but its gradient was asked for with create_graph=True.\n"
-                "  fix: call backward or torch.autograd.grad without create_graph"
-            )
+            raise RuntimeError("selective_scan has no second derivative.\n  fix: do not set create_graph=True")
         u, step, A, B, C, D, bias, *lasts = ctx.saved_tensors
         grad_u, grad_step, grad_B, grad_C = (torch.empty_like(x) for x in (u, step, B, C))
         grad_A, after = torch.zeros_like(A), None
