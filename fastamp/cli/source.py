@@ -312,7 +312,12 @@ def evaluation_config(
             )
         given = read_config("", opts, plugin=plugin)
         return given, f"the defaults, because {weights} contains no config"
-    model = {"MODEL.DEVICE": "auto", "MODEL.COMPILE": "off", "MODEL.HEADS.NUM_CLASSES": 0}
+    model = {
+        "MODEL.DEVICE": "auto",
+        "MODEL.COMPILE": "off",
+        "MODEL.HEADS.NUM_CLASSES": 0,
+        "MODEL.BACKBONE.SCAN": "torch",
+    }
     cfg.merge_from_other_cfg(_machine_defaults() | model)
     cfg.merge_from_list(opts)
     cfg.freeze()

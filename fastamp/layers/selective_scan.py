@@ -120,12 +120,11 @@ def _recur(factor: Tensor, h: Tensor, before: Tensor | None, products: Tensor, r
     first, last, order = (-1, 0, -1) if reverse else (0, -1, 1)
     if before is not None:
         h[:, first].addcmul_(factor[:, first], before)
-    rest = h.shape[1] % _CHUNK
     if h.shape[1] <= _CHUNK:
         factors, states = (x.unbind(1)[::order] for x in (factor, h))
         for number in range(1, len(states)):
             states[number].addcmul_(factors[number], states[number - 1])
-    elif rest:
+    elif rest := h.shape[1] % _CHUNK:
         before, size = None, [h.shape[1] - rest, rest]
         for part in list(zip(*(x.split(size, 1) for x in (factor, h, products)), strict=True))[::order]:
             _recur(part[0], part[1], before, part[2], reverse)

@@ -119,7 +119,8 @@ def _config_from_checkpoint(content: Any, checkpoint: Path, device: str, opts: S
     """Read the config from a checkpoint, and adapt the config for inference with the checkpoint's weights."""
     cfg = get_cfg(plugin)
     merge_from_checkpoint(cfg, content, checkpoint)
-    cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", 0, "MODEL.COMPILE", "off"])
+    machine = ["MODEL.DEVICE", device, "MODEL.COMPILE", "off", "MODEL.BACKBONE.SCAN", "torch"]
+    cfg.merge_from_list([*machine, "MODEL.HEADS.NUM_CLASSES", 0])
     cfg.merge_from_list(opts)
     cfg.merge_from_list(["MODEL.WEIGHTS", str(checkpoint)])
     cfg.freeze()

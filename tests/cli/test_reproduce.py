@@ -49,7 +49,7 @@ def rows(place):
     return [json.loads(file.read_text()) for file in sorted((place / "rows").glob("*.json"))]
 
 
-@pytest.mark.extras  # pooch
+@pytest.mark.integration
 def test_published_file_of_a_run_reproduces_its_metrics(place, server, monkeypatch, capsys):
     train = ["reproduce", "Demo/bagtricks_R50", "--data", "data", "--results", "rows", "--seeds", "3"]
     assert main([*train, *TRAINED]) == 0

@@ -7,6 +7,7 @@ these load completely: blocks without gate, states of size 1, and no position em
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,10 @@ from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.checkpoint.state_dict_conversion import rename_modules
-from fastamp.config import CfgNode
+from fastamp.config import CfgNode, Key
 from fastamp.contracts import State
 from fastamp.layers import DropPath, selective_scan
+from fastamp.layers.scan_kernel import ScanKernel
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
     LayerGroups,
@@ -27,6 +29,16 @@ from fastamp.modeling.backbones.build_utils import (
     with_pretrained_weights,
 )
 from fastamp.modeling.backbones.transformer import run_block
+
+KEYS = (
+    Key(
+        "MODEL.BACKBONE.SCAN",
+        "torch",
+        "VMamba: implementation of the selective scan. mamba_ssm is the CUDA kernel of that package, which is compared "
+        "with torch before it is used.",
+        choices=("torch", "mamba_ssm"),
+    ),
+)
 
 DIRECTIONS = 4  # row by row, column by column, and both reversed
 _STATE = 1  # size of the state of each channel
@@ -96,7 +108,14 @@ class CrossScan(nn.Module):
     The module has no parameters: as arguments of a float32 region, they are cast with the other tensors, also in a
     model whose weights are float16. The region does not depend on the mode of the model or on gradients: scans that are
     float32 only in training return NaN in evaluation.
+
+    Attributes:
+        kernel: implementation of the scans. Default None: ``selective_scan``.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel: Callable[..., torch.Tensor] | None = None
 
     @force_fp32
     def forward(
@@ -123,7 +142,8 @@ class CrossScan(nn.Module):
             size: height H and width W of the map.
         """
         x, delta = x.flatten(1, 2), delta.flatten(1, 2)
-        y = selective_scan(x, delta, -torch.exp(log_a), b, c, d, delta_bias.flatten(), delta_softplus=True)
+        scan = self.kernel or selective_scan
+        y = scan(x, delta, -torch.exp(log_a), b, c, d, delta_bias.flatten())
         return sum_of_directions(y.unflatten(1, (DIRECTIONS, -1)), size)
 
     def multiply_adds(self, x: torch.Tensor, delta: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> int:
@@ -332,7 +352,7 @@ def build_vmamba_backbone(cfg: CfgNode) -> VMamba:
     """Build the VMamba configured in ``MODEL.BACKBONE``; load ``PRETRAIN_PATH`` if ``PRETRAIN`` is True.
 
     Raises:
-        ConfigError: if ``DEPTH`` is unknown, or ``PRETRAIN`` is True without ``PRETRAIN_PATH``.
+        ConfigError: if ``DEPTH`` is unknown, ``PRETRAIN`` is True without ``PRETRAIN_PATH``, or mamba_ssm is missing.
         WeightsError: if the pretrained weights cannot be read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
@@ -345,4 +365,9 @@ def build_vmamba_backbone(cfg: CfgNode) -> VMamba:
         drop_path=backbone.DROP_PATH_RATIO,
         checkpointing=backbone.CHECKPOINTING,
     )
+    if backbone.SCAN == "mamba_ssm":
+        kernel = ScanKernel()
+        for module in model.modules():
+            if isinstance(module, CrossScan):
+                module.kernel = kernel
     return with_pretrained_weights(model, cfg, None)
