@@ -190,7 +190,12 @@ def _training(args: argparse.Namespace) -> Job:
     opts = ["OUTPUT_DIR", str(Path(args.runs) / folder_name(name.replace("/", "-"))), *args.opts]
     cfg = training_config(_with_config(args, name, opts))
     return _job(
-        args, name, "training", opts, cfg, {test: published_of_recipe(name, test) for test in cfg.DATASETS.TESTS}
+        args,
+        name,
+        "training",
+        opts,
+        cfg,
+        {test: published_of_recipe(name, test, cfg.DATASETS.NAMES) for test in cfg.DATASETS.TESTS},
     )
 
 
@@ -270,7 +275,7 @@ def measure(args: argparse.Namespace, job: Job) -> None:
     from fastamp.zoo import find, path_of
 
     began, results = time.monotonic(), []
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # another row has been measured
         torch.cuda.reset_peak_memory_stats()
     if job.kind == "training":
         cfg = training_config(_with_config(args, job.name, job.opts))

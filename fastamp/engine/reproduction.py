@@ -136,10 +136,16 @@ def _test_set(result: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return _TEST_SETS.get(name, (name if name in DATASET_REGISTRY else "", {}))
 
 
-def published_of_recipe(recipe: str, dataset: str) -> list[Mapping[str, Any]]:
-    """Return the published figures, without re-ranking, of the first file of a recipe that was trained on a dataset."""
+def published_of_recipe(recipe: str, dataset: str, training_sets: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return the published figures, without re-ranking, of the first file that was trained with a recipe.
+
+    Args:
+        recipe: name of the recipe.
+        dataset: test set.
+        training_sets: DATASETS.NAMES of the recipe; the catalog also names recipes whose training set differs.
+    """
     for entry in list_entries():
-        if entry.recipe == recipe and _test_set({"test_set": entry.training_data})[0] == dataset:
+        if entry.recipe == recipe and _test_set({"test_set": entry.training_data})[0] in training_sets:
             figures = [result for result in entry.results if _test_set(result)[0] == dataset]
             if plain := [result for result in figures if "with re-ranking" not in (result.get("protocol") or "")]:
                 return plain

@@ -77,8 +77,10 @@ def test_protocol_of_the_figures_sets_keys():
 
 
 def test_recipe_has_the_figures_of_its_published_file():
-    assert published_of_recipe("Market1501/bagtricks_R50", "Market1501")[0]["mAP"] == 86.1
-    assert published_of_recipe("Market1501/bagtricks_R50", "MSMT17") == []
+    recipe = "Market1501/bagtricks_R50"
+    assert published_of_recipe(recipe, "Market1501", ("Market1501",))[0]["mAP"] == 86.1
+    assert published_of_recipe(recipe, "Demo", ("Market1501",)) == []
+    assert published_of_recipe(recipe, "Market1501", ("Demo",)) == []
 
 
 class Folder(ImageDataset):

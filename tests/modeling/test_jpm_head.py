@@ -116,9 +116,9 @@ def test_jpm_head_global_and_local_losses_each_have_weight_one_half(config):
     cfg = config()
     model = build_model(cfg)
     images = torch.randint(256, (4, 3, 64, 40), dtype=torch.uint8)
-    model.backbone.blocks[1].drop_path.p = 0.0
+    model.backbone.blocks[1].drop_path.eval()
     for block in (model.heads.b1[0], model.heads.b2[0]):
-        block.drop_path.p = 0.0
+        block.drop_path.eval()
     found = model({"images": images, "targets": TARGETS})
     outputs = model.heads(model.feature_maps({"images": images}), TARGETS)
     weights, for_losses = zip(*outputs, strict=True)

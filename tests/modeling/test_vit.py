@@ -128,7 +128,7 @@ def test_resize_positions_interpolates_bilinearly():
 
 def test_vit_stochastic_depth_probability_grows_linearly_with_depth():
     backbone = tiny(depth=Depth(None, width=32, blocks=5, heads=4), drop_path=0.4)
-    rates = [getattr(block.drop_path, "p", 0.0) for block in backbone.blocks]
+    rates = [1 - getattr(block.drop_path, "keep", torch.tensor(1.0)).item() for block in backbone.blocks]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
     block, x = backbone.blocks[-1], torch.randn(64, 3, 32)
     block.train()

@@ -267,7 +267,7 @@ def test_initial_values_are_those_of_the_paper():
 def test_one_drop_path_serves_both_branches_and_grows_linearly():
     model = VMamba(SMALL, drop_path=0.4)
     blocks = [block for layer in model.layers for block in layer.blocks]
-    rates = [module.p for module in model.modules() if isinstance(module, DropPath)]
+    rates = [1 - module.keep.item() for module in model.modules() if isinstance(module, DropPath)]
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4]) and isinstance(blocks[0].drop_path, nn.Identity)
     calls = []
     blocks[4].drop_path.register_forward_hook(lambda *args: calls.append(args[2]))
