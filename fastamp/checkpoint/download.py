@@ -43,6 +43,11 @@ def is_offline() -> bool:
     return os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
+def is_page(content: bytes) -> bool:
+    """Return True if the first bytes of a file are those of a web page."""
+    return content.lstrip()[:9].lower().startswith(_PAGE)
+
+
 def download(url: str, path: Path, *, sha256: str = "", size: int | None = None) -> None:
     """Download a file. Proxies are those of the environment (``https_proxy``).
 
@@ -120,7 +125,7 @@ def _copy(url: str, answer: Any, file: BinaryIO, done: int, total: int | None) -
     bar = ProgressBar((total or 0) // _MIB, f"{Path(file.name).name} (MiB)", done=done // _MIB)
     try:
         while chunk := _read(url, answer):
-            if done == 0 and chunk.lstrip()[:9].lower().startswith(_PAGE):
+            if done == 0 and is_page(chunk):
                 raise DownloadError(_page(url))
             file.write(chunk)
             done += len(chunk)

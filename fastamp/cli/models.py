@@ -48,13 +48,14 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: if no entry matches.
     """
     from fastamp.utils.table import format_table
-    from fastamp.zoo import find, list_entries, matches
+    from fastamp.zoo import PREFIX, find, list_entries, matches
 
-    if len(matches(args.filter)) == 1:
-        print(describe(find(args.filter)))
+    named = matches(args.filter)
+    if len(named) == 1:
+        print(describe(named[0]))
         return 0
-    text = args.filter.lower()
-    chosen = [entry for entry in list_entries() if text in _searched(entry)]
+    text = args.filter.removeprefix(PREFIX).lower()
+    chosen = [entry for entry in list_entries() if text in _searched(entry)] or named
     if not chosen:
         find(args.filter)  # raises an error with the nearest name
     ranked = sorted(chosen, key=lambda entry: entry.rank or len(chosen) + 25)

@@ -44,8 +44,8 @@ def from_pretrained(
 ) -> Predictor:
     """Load a trained model from a folder, from the catalog of published weights, or from the Hugging Face Hub.
 
-    Only ``model.safetensors`` and ``config.yaml`` are downloaded. Neither contains code, and pickle files and plugins
-    are never downloaded.
+    From the Hub only ``model.safetensors`` and ``config.yaml`` are downloaded, which contain no code. Published weights
+    of the catalog may be pickle files, which are read without executing code. Plugins are never downloaded.
 
     Args:
         name: packaged model (output folder of ``fastamp push --to``), run folder, or checkpoint; else a name in the
@@ -73,7 +73,18 @@ def from_pretrained(
     path = expand(text)
     is_named = not (is_remote or path.exists() or isinstance(name, os.PathLike)) and bool(zoo.matches(text))
     if is_named or text.startswith(zoo.PREFIX):
-        path = zoo.checkpoint(text, accept_withdrawn=accept_withdrawn)
+        entry = zoo.find(text)
+        if revision is not None or cache_dir is not None:
+            raise HubError(
+                f"revision and cache_dir apply to a model on the Hub, but {text} names {entry.name} of the catalog.\n"
+                "  fix: remove them; FASTAMP_ZOO is the folder of published weights"
+            )
+        if local_files_only and not zoo.path_of(entry).exists():
+            raise HubError(
+                f"{entry.name} is not in {zoo.zoo_folder()}, and local_files_only=True forbids downloads.\n"
+                "  fix: remove local_files_only, or set FASTAMP_ZOO to the folder that has the file"
+            )
+        path = zoo.checkpoint(entry, accept_withdrawn=accept_withdrawn)
     if is_remote or not (path.exists() or isinstance(name, os.PathLike)):
         path = download(text, revision=revision, cache_dir=cache_dir, token=token, local_files_only=local_files_only)
     elif revision is not None:

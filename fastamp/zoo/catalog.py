@@ -209,8 +209,8 @@ def find(name: str) -> Entry:
 
 
 def matches(name: str) -> list[Entry]:
-    """Return the entry of this name; else all whose name ends with it; else all whose name contains it."""
-    wanted = _normalized(name)
+    """Return the entry of this name, also with ``zoo:``; else all whose name ends with it; else all that contain it."""
+    wanted = _normalized(name.removeprefix(PREFIX))
     if not wanted:
         return []
     by_name = {_normalized(entry.name): entry for entry in list_entries()}

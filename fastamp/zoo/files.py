@@ -10,11 +10,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fastamp.checkpoint.download import OFFLINE, DownloadError, download, is_offline
+from fastamp.checkpoint.download import OFFLINE, DownloadError, download, is_offline, is_page
 from fastamp.checkpoint.hub_client import download_file
 from fastamp.checkpoint.record import add_to_record, read_record, record_of
 from fastamp.config import CfgNode
-from fastamp.utils.errors import ConfigError, HubError, WeightsError, writing
+from fastamp.utils.errors import ConfigError, HubError, WeightsError, system_cause, writing
 from fastamp.utils.files import expand, file_sha256, user_cache
 from fastamp.utils.lock import waiting_lock
 from fastamp.zoo.catalog import PREFIX, Entry, find
@@ -25,6 +25,7 @@ FOLDER = "FASTAMP_ZOO"
 """Environment variable with the folder of the files."""
 ACCEPT_KEY = "MODEL.WEIGHTS_ACCEPT_WITHDRAWN"
 _KEPT_SUFFIXES = (".safetensors", ".onnx", ".xml")
+_PAGE_BYTES = 1024
 
 
 def zoo_folder() -> Path:
@@ -155,14 +156,29 @@ def _fetch(url: str, path: Path, entry: Entry) -> None:
 def _check(entry: Entry, path: Path) -> None:
     """Compare the size and the SHA-256 of a file with those of the entry, else with its record, else record them."""
     recorded = read_record(path)
-    size, sha256 = path.stat().st_size, file_sha256(path)
+    try:
+        size, sha256 = path.stat().st_size, file_sha256(path)
+        with open(path, "rb") as file:
+            start = file.read(_PAGE_BYTES)
+    except OSError as error:
+        raise WeightsError(
+            f"{path} cannot be read: {system_cause(error)}.\n"
+            f"  fix: remove it, or make it readable; {entry.name} lies at {entry.url}"
+        ) from error
+    if not start or (path.suffix != ".xml" and is_page(start)):
+        found = "a web page, e.g. of a login or a confirmation" if start else "empty"
+        raise WeightsError(
+            f"{path} is {found}, and not the file of {entry.name}.\n"
+            f"  fix: delete it, download the file from {entry.url} and save it as {path}"
+        )
     known_size, known = entry.size or recorded.get("size"), entry.sha256 or recorded.get("sha256") or entry.hash_suffix
     if (known_size and size != known_size) or (known and not sha256.startswith(known)):
         stated = "published" if entry.sha256 or entry.size else "recorded at the first use or published"
+        replaced = "" if entry.sha256 or not recorded else f"; if you replaced it, delete only {record_of(path).name}"
         raise WeightsError(
             f"{path} is not the file that was {stated}.\n"
             f"  found: {size} bytes, SHA-256 {sha256}\n"
             f"  expected: {known_size or 'any number of'} bytes, SHA-256 {known or 'any'}\n"
-            f"  fix: delete it and {record_of(path).name} to download it again"
+            f"  fix: delete it and {record_of(path).name} to download it again{replaced}"
         )
     add_to_record(path, {"url": entry.url, "size": size, "sha256": sha256})

@@ -99,6 +99,7 @@ def test_published_file_of_a_run_reproduces_its_metrics(place, server, monkeypat
         (("fastreid_sbs_r50_market1501", "--all", "--data", "data"), "NAME"),
         (("fastreid_sbs_r50_market1501", "--data", "missing"), "missing"),
         (("fastreid_sbs_r50_market1501", "--data", "data"), "Market-1501-v15.09.15"),
+        (("zoo:fastreid_sbs_r50_market1501", "--data", "data"), "Market-1501-v15.09.15"),
         (("fastreid_sbs_r50_market1502", "--data", "data"), "fastreid_sbs_r50_market1501"),
         (("megadescriptor_t_224", "--data", "data"), "ATRW"),
         (("Market1501/sbs_R50", "--data", "data"), "Market-1501-v15.09.15"),

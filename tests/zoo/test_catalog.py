@@ -12,7 +12,7 @@ from fastamp.cli import main
 from fastamp.config import read_config
 from fastamp.engine.builders import Builders
 from fastamp.modeling import build_model, load_model
-from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.errors import ConfigError, HubError, WeightsError
 
 NAME = "torchreid_osnet_x0_25_msmt17"  # a web page gives the file, and its SHA-256 is known
 OPEN = "torchreid_osnet_x0_25_market1501"
@@ -85,11 +85,37 @@ def test_changed_file_and_file_with_another_published_hash_are_refused(saved, fo
         fastamp.from_pretrained(NAME, device="cpu")
 
 
+def test_web_page_empty_file_and_folder_are_refused_without_a_record(folder):
+    path, entry = folder / f"{OPEN}.pth", zoo.find(OPEN)
+    for content in (b"\n<!DOCTYPE html><title>Sign in</title>", b""):
+        path.write_bytes(content)
+        with pytest.raises(WeightsError, match=OPEN):
+            zoo.local_file(entry)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(WeightsError, match=OPEN):
+        zoo.local_file(entry)
+    assert list(folder.iterdir()) == [path]
+    path.rmdir()
+    path.write_bytes(b"the file, which no record of a refused one excludes")
+    assert zoo.local_file(entry) == path
+
+
 def test_file_behind_a_web_page_names_the_address_and_the_path(folder):
     entry = replace(zoo.find(OPEN), mirrors=())
     with pytest.raises(WeightsError) as caught:
         zoo.local_file(entry)
     assert entry.url in str(caught.value) and str(folder / f"{OPEN}.pth") in str(caught.value)
+
+
+def test_options_of_the_hub_are_not_ignored_for_names_of_the_catalog(saved, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with pytest.raises(HubError, match="local_files_only"):
+        fastamp.from_pretrained(NAME, local_files_only=True)
+    assert fastamp.from_pretrained(OPEN, device="cpu", local_files_only=True)
+    for option in ("revision", "cache_dir"):
+        with pytest.raises(HubError, match="FASTAMP_ZOO"):
+            fastamp.from_pretrained(OPEN, **{option: "main"})
 
 
 def test_withdrawn_images_must_be_accepted(folder, capsys):
@@ -135,6 +161,10 @@ def test_models_lists_filtered_entries_and_describes_one(capsys):
     assert main(["models", "veri_sbs"]) == 2 and main(["models", "sbs_r50_ibn_veri"]) == 0
     shown = capsys.readouterr().out
     entry = zoo.find("sbs_r50_ibn_veri")
+    assert main(["models", "zoo:sbs_r50_ibn_veri"]) == 0
+    assert capsys.readouterr().out == shown
+    assert main(["models", "sbs-r50"]) == 0  # spelled as in a name
+    assert entry.name in capsys.readouterr().out
     assert all(
         text in shown for text in (entry.url, entry.sha256, "81.9", "97.0", "MODEL_ZOO.md", "not stated", *entry.traps)
     )
