@@ -1,4 +1,8 @@
-"""Simulated surveillance cameras: viewpoint, exposure, blur and noise."""
+"""Simulated surveillance cameras: viewpoint, exposure, blur and noise.
+
+Powers, exponentials and angles are computed in float64: float32 results depend on the vector instructions of the CPU,
+and the images with them.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -176,7 +180,7 @@ def expose(rng: np.random.Generator, picture: np.ndarray, camera: Camera, sequen
         sunlight = sunlight * _shadow_edge(rng, height, width)
     gray = picture.mean(axis=2, keepdims=True)
     light = gray + (picture - gray) * camera.saturation * rng.uniform(0.88, 1.1)
-    light = np.clip(light / 255, 0, 1) ** np.float32(camera.gamma * rng.uniform(0.9, 1.1))
+    light = np.float32(np.clip(light / 255, 0, 1) ** np.float64(camera.gamma * rng.uniform(0.9, 1.1)))
     light = light * sunlight * cast * np.float32(camera.gain * hour * rng.uniform(0.9, 1.1))
     haze = np.float32(camera.haze * rng.uniform(0.5, 1.5))
     light = light * (1 - haze) + haze * np.float32(0.8)
@@ -203,10 +207,10 @@ def expose_infrared(rng: np.random.Generator, picture: np.ndarray) -> Image.Imag
         RGB image of the same size with three equal channels.
     """
     height, width = picture.shape[:2]
-    rows = np.linspace(-1, 1, height, dtype=np.float32)[:, None] - np.float32(rng.uniform(-0.3, 0.3))
-    columns = np.linspace(-1, 1, width, dtype=np.float32)[None, :] - np.float32(rng.uniform(-0.4, 0.4))
+    rows = np.linspace(-1, 1, height)[:, None] - rng.uniform(-0.3, 0.3)
+    columns = np.linspace(-1, 1, width)[None, :] - rng.uniform(-0.4, 0.4)
     lamp = np.exp(-0.35 * rows**2 - 0.6 * columns**2)
-    gray = (picture.mean(axis=2) / 255) ** np.float32(rng.uniform(0.8, 1.25)) * lamp * np.float32(rng.uniform(1.1, 1.6))
+    gray = (picture.mean(axis=2) / 255) ** np.float64(rng.uniform(0.8, 1.25)) * lamp * np.float32(rng.uniform(1.1, 1.6))
     soft = Image.fromarray((np.clip(gray, 0, 1) * 255).astype(np.uint8))
     soft = soft.filter(ImageFilter.GaussianBlur(rng.uniform(0.4, 0.9) * height / 128))
     noise = rng.standard_normal((height, width), dtype=np.float32) * np.float32(rng.uniform(5, 11))
@@ -217,7 +221,7 @@ def expose_infrared(rng: np.random.Generator, picture: np.ndarray) -> Image.Imag
 
 def _shadow_edge(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     """Return a (H, W, 1) float32 gain that shades the upper or lower part of the image."""
-    edge = rng.uniform(0.2, 0.8) + np.linspace(-0.15, 0.15, width, dtype=np.float32)[None, :] * rng.uniform(-1, 1)
-    rows = np.linspace(0, 1, height, dtype=np.float32)[:, None]
+    edge = rng.uniform(0.2, 0.8) + np.linspace(-0.15, 0.15, width)[None, :] * rng.uniform(-1, 1)
+    rows = np.linspace(0, 1, height)[:, None]
     shaded = 1 / (1 + np.exp((rows - edge) * rng.choice((-40.0, 40.0))))
     return (1 - np.float32(0.28) * shaded.astype(np.float32))[:, :, None]

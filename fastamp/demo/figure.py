@@ -223,8 +223,8 @@ class _Figure:
         ImageDraw.Draw(mask).polygon(outline, fill=255)
 
         rows = (np.arange(size[1], dtype=np.float32) / size[1])[:, None] * (0.848 - hem) / (0.82 - 0.49)
-        across = np.clip((np.arange(size[0], dtype=np.float32) + left - self.foot_x) / reach, -0.999, 0.999)
-        azimuth = np.arcsin(across)[None, :] - np.float32(self.pose.yaw)
+        across = np.clip((np.arange(size[0]) + left - self.foot_x) / reach, -0.999, 0.999)
+        azimuth = np.arcsin(across)[None, :] - self.pose.yaw
         azimuth = (azimuth + np.pi) % (2 * np.pi) - np.pi
         accented = np.broadcast_to(accent_mask(person.pattern, rows, azimuth), (size[1], size[0]))
         shade = 0.8 + 0.2 * np.cos(np.arcsin(across) - self.pose.light)

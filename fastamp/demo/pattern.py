@@ -9,7 +9,7 @@ def accent_mask(name: str, down: np.ndarray, azimuth: np.ndarray) -> np.ndarray:
     Args:
         name: one of ``wardrobe.PATTERNS``.
         down: (H, 1) float32, 0 at the collar and 1 at the hip; more for coats.
-        azimuth: (1, W) float32 angle around the body in radians, -pi..pi, 0 in front.
+        azimuth: (1, W) float64 angle around the body in radians, -pi..pi, 0 in front.
 
     Returns:
         Bool, broadcastable to (H, W).

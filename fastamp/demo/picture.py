@@ -249,9 +249,9 @@ def composite(
     color, alpha = layer[:, :, :3], layer[:, :, 3:] / 255
 
     x, y, tall = shadow
-    columns = (np.arange(width, dtype=np.float32) - np.float32(x + 0.05 * tall * rng.uniform(-1, 1))) / (0.2 * tall)
-    rows = (np.arange(height, dtype=np.float32) - np.float32(y)) / (0.045 * tall)
-    darkness = np.exp(-(columns[None, :, None] ** 2) - rows[:, None, None] ** 2) * np.float32(0.5)
+    columns = (np.arange(width) - (x + 0.05 * tall * rng.uniform(-1, 1))) / (0.2 * tall)
+    rows = (np.arange(height) - y) / (0.045 * tall)
+    darkness = np.float32(np.exp(-(columns[None, :, None] ** 2) - rows[:, None, None] ** 2) * 0.5)
 
     # Light from one side: the gradient of the blurred silhouette approximates the surface normal.
     soft = Image.fromarray(layer[:, :, 3].astype(np.uint8)).filter(ImageFilter.GaussianBlur(height / 40))

@@ -33,7 +33,7 @@ same_versions = pytest.mark.skipif(
 # SHA-256 of images and manifest.
 DIGESTS = {
     "small": "d58e6dd175daf4ec0aabe12fea2a4fdf22c7e7124be779e64bf7f59d71de9c84",
-    "default": "abd258394cd23c55f363b2ea3baa0dc21167ae0db9577bdb2dcc90e974c03013",
+    "default": "a758d7f0cac68dc16ab6d22a7bb9a76bee2ed99129b6c7fb7e64a499481314c1",
 }
 # SHA-256 of attributes.csv of the small dataset.
 ATTRIBUTES = "1808f50a60e040492ff3ff43a051c20049a981623951a8fce7b35e84e87f3ed6"

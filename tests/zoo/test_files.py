@@ -132,7 +132,7 @@ def test_answer_that_is_not_the_file_leaves_nothing(server, entry_of, kind):
     with pytest.raises(WeightsError) as caught:
         zoo.local_file(entry_of(kind))
     assert f"{server.address}/{kind}/file.pth" in str(caught.value) and "fix: " in str(caught.value)
-    assert ("404" in str(caught.value)) == (kind == "missing")
+    assert ("status 404" in str(caught.value)) == (kind == "missing")
     assert len(server.requests) == 1 and files() == []
 
 

@@ -313,7 +313,7 @@ def test_the_fixes_of_a_run_with_slow_files_lead_to_one_that_does_not_wait(hint,
     monkeypatch.setattr(decode, "image_decoder", lambda name: slow)
     assert hint(compute=0.05) == ["DATALOADER.NUM_WORKERS"]
     assert hint(*WORKERS, compute=0.05) == ["DATALOADER.CACHE"]
-    assert hint(*WORKERS, *CACHE, compute=0.15) == []
+    assert hint(*WORKERS, *CACHE, compute=0.6) == []
 
 
 @pytest.mark.integration
