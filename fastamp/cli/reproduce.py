@@ -1,9 +1,10 @@
 """Compare a published result with your own: evaluate a published file, or train a recipe, on the same test set.
 
-NAME is a name of `fastamp models`: its file is evaluated on each test set of its published figures, under their
-protocol. Or it is a recipe, which is trained with --seeds. Each result is a row in a file of its own: published and
-measured figures with interval and difference, the protocol, a fingerprint of the images, versions, hardware, time and
-memory. A row that exists is not measured again. The page "Results" of the documentation is built from docs/results/.
+NAME is either a name of `fastamp models` or a recipe. A published file is evaluated on each test set with published
+figures, under their protocol; a recipe is trained once per seed. Each result is written to one JSON file: published and
+measured figures, the confidence interval, the difference, the protocol, a fingerprint of the images, versions,
+hardware, time and memory. A result whose file exists is not measured again. The page "Results" of the documentation
+lists the files in docs/results.
 
 examples:
   fastamp reproduce fastreid_sbs_r50_market1501 --data /data
@@ -136,7 +137,8 @@ def _run_all(args: argparse.Namespace) -> int:
                 rows += _rows_of(args, job)
             except UserError as error:
                 failed.append(f"{entry.name} on {', '.join(job.files)}: {error}")
-    print(format_table(*row_table(rows)))
+    if rows:
+        print(format_table(*row_table(rows)))
     print(f"without a test set in {args.data}: {plural(missing, 'published file')}")
     if failed:
         print("\n".join(["not measured:", *failed]))

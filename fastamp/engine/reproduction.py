@@ -1,7 +1,7 @@
 """Rows that compare a published result with the one measured here.
 
-A row is a JSON object in a file of its own, so that rows measured by others are added by copying their files. The page
-"Results" of the documentation is built from the rows in ``docs/results``.
+Each row is one JSON file, so that results of other people are added by copying their files. The page "Results" of the
+documentation lists the files in ``docs/results``.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import folder_name, write_atomically
+from fastamp.utils.plural import plural
 from fastamp.zoo import Entry, list_entries
 
 FORMAT = 1
@@ -77,7 +78,7 @@ class Row:
         dataset, protocol: test set, and how it was evaluated here.
         published: published figures in percent, see ``Entry.results``; empty if there are none.
         measured: metric -> ``value`` and, except for mINP, ``low`` and ``high`` of the 95 % interval, in percent.
-        interval: what the interval is of.
+        interval: method of the interval.
         difference: metric -> measured value minus the first published one.
         data: ``<dataset> <split>`` -> ``fingerprint``, of the query, gallery and, in a training, the training images.
         settings: config keys that the user has set.
@@ -108,11 +109,6 @@ class Row:
     seeds: Sequence[int] = ()
     sha256: str = ""
     format: int = FORMAT
-
-    @property
-    def has_published_data(self) -> bool:
-        """True if the numbers of images and identities are the published ones; False if these are unknown."""
-        return has_published_counts(self.data)
 
 
 def targets_of(entry: Entry) -> list[Target]:
@@ -244,7 +240,7 @@ def row_file(folder: Path, name: str, dataset: str, identity: Mapping[str, Any])
     Args:
         folder: folder of the rows.
         name, dataset: see ``Row``.
-        identity: what is the same if the row is measured again; digits of its hash are in the name of the file.
+        identity: JSON values that determine the row; the name of the file contains 8 hex digits of their hash.
     """
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     return folder / f"{folder_name(f'{name}-{dataset}'.replace('/', '-'))}-{digest}.json"
@@ -301,8 +297,8 @@ def _cells(row: Row) -> list[str]:
     first = row.published[0] if row.published else {}
     published = " / ".join("-" if first.get(key) is None else f"{first[key]:.1f}" for key in ("mAP", "rank1"))
     data = row.data[f"{row.dataset} gallery"]
-    images = f"{data['folder']}, {data['names']}" + ("" if row.has_published_data else ": unknown")
-    how = f"{len(row.seeds)} trained" if row.seeds else "published file"
+    images = f"{data['folder']}, {data['names']}" + ("" if has_published_counts(row.data) else ": unknown")
+    how = f"training with {plural(len(row.seeds), 'seed')}" if row.seeds else "published file"
     return [
         row.name,
         f"{row.dataset}; {first['protocol']}" if first.get("protocol") else row.dataset,

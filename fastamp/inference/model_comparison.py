@@ -22,7 +22,7 @@ from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.predictor import Predictor
 from fastamp.inference.runtime import ExportedModel
 from fastamp.report.panel import Line, Panel
-from fastamp.utils.errors import UserError
+from fastamp.utils.errors import UserError, WeightsError
 from fastamp.utils.progress import track
 
 _CHUNK = 256
@@ -98,14 +98,15 @@ def compare_models(
 
     Args:
         sources: names of the models.
-        load: function that loads a model. A model that fails is excluded from the result, see ``failures``.
+        load: function that loads a model. All are loaded first. One that fails is excluded, see ``failures``.
         name: test set, as in DATASETS.TESTS.
         cfg: config of the test set and of the protocol; the distance is that of each model.
         batch: number of images of a batch.
         rounds: number of timings of each model, of which the median is used.
 
     Raises:
-        UserError: if the test set cannot be evaluated, or no model can be compared.
+        UserError: if the test set cannot be evaluated.
+        WeightsError: if no model can be compared.
     """
     loader, num_query = build_reid_test_loader(cfg, name)
     dataset: Any = loader.dataset
@@ -121,17 +122,22 @@ def compare_models(
     for source in sources:
         try:
             models[source] = load(source)
-            features = _features(models[source], dataset.items, source)
-            own = Protocol.from_config(cfg.with_values({"TEST.METRIC": models[source].metric}))
+        except UserError as error:
+            failures[source] = str(error)
+    for source, model in list(models.items()):
+        try:
+            features = _features(model, dataset.items, source)
+            own = Protocol.from_config(cfg.with_values({"TEST.METRIC": model.metric}))
             result = compute_metrics(features[:num_query], features[num_query:], identities, own)
-            inputs[source] = _inputs(models[source], dataset, batch)
-            models[source].features_of_preprocessed(inputs[source])  # too large a batch fails here
+            inputs[source] = _inputs(model, dataset, batch)
+            model.features_of_preprocessed(inputs[source])  # too large a batch fails here
             evaluated[source] = result.metrics(), result.ranking
         except UserError as error:
-            if len(sources) - len(failures) == 1:
-                raise
             failures[source] = str(error)
-            models.pop(source, None)
+            del models[source]
+    if not models:
+        listed = "\n".join(f"{source}: {text}" for source, text in failures.items())
+        raise WeightsError(f"no model can be compared.\n{listed}")
     times = _times(models, inputs, rounds)
     results = [
         ModelResult(

@@ -71,6 +71,7 @@ def test_metrics_and_intervals_are_those_of_evaluated_runs(models, tmp_path, cap
         (("m0.pth", "m1.pth", "--data", "Demoo"), "Demo"),
         (("m0.pth", "m1.pth", "--data", "Demo", "--opts", "MODEL.DEVICE=cpu"), "MODEL.DEVICE"),
         (("m0.pth", "m1.pth"), "--data"),
+        (("a.pth", "b.pth", "--data", "Demo"), "a.pth"),
         (("a.pth", "b.pth", "--data", "Demo"), "b.pth"),
     ],
 )

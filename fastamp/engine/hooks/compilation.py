@@ -58,7 +58,7 @@ class CompilationMonitor(HookBase):
         self._eager.close()
 
     def _report(self) -> None:
-        """Log the speedup and when it makes up for the warm-up; warn if three of four compiled steps are slower."""
+        """Log the speedup; warn if compiled steps are slower, or the iterations left cannot repay the warm-up."""
         compilation, pairs = compilation_of(self.model), list(zip(self._seconds[::2], self._seconds[1::2], strict=True))
         if compilation is None or len(pairs) < _MIN_PAIRS:
             return

@@ -1,7 +1,7 @@
 """MobileNetV2 of torchreid (Sandler et al. 2018, arXiv:1801.04381), which differs from torchvision's and FastReID's.
 
-Its first block expands the channels by a factor of 1 with a convolution of its own, where the paper, table 2, and
-torchvision have none. Widths are rounded down instead of to multiples of 8, and the last layer grows with the width.
+Its first block has an expansion convolution of factor 1, which the paper (table 2) and torchvision omit. Widths are
+rounded down instead of to multiples of 8, and the last layer grows with the width.
 """
 
 import torch
