@@ -7,6 +7,7 @@ the file as it takes a checkpoint.
 
 import logging
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ def local_file(entry: Entry, *, accept_withdrawn: bool = False) -> Path:
         accept_withdrawn: accept weights that were trained on withdrawn images. Default False.
 
     Raises:
-        ConfigError: if the training images were withdrawn, and ``accept_withdrawn`` is False; if an optional package
-            is missing; or if the folder cannot be written.
+        ConfigError: if the training images were withdrawn, and ``accept_withdrawn`` is False; or if the folder cannot
+            be written.
         WeightsError: if the file cannot be downloaded, or is not the published one.
     """
     if entry.withdrawn and not accept_withdrawn:
@@ -146,7 +147,7 @@ def _download(entry: Entry, path: Path) -> None:
 
 def _fetch(url: str, path: Path, entry: Entry) -> None:
     logger.info("downloading %s", url)
-    if url == entry.url and entry.hub_file:
+    if url == entry.url and entry.hub_file and find_spec("huggingface_hub"):  # else without access tokens
         repository, revision, name = entry.hub_file
         download_file(repository, revision, name, path)
     else:

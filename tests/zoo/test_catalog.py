@@ -1,6 +1,7 @@
 """Tests of the catalog: names, configs from facts, and files that a user put into the folder."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -254,3 +255,21 @@ def test_config_of_each_entry_has_the_facts_of_the_entry():
             if found[key] != expected[key]
         ]
     assert wrong == [] and all(count > 4 for count in checked.values()), checked
+
+
+def test_file_on_the_hub_is_downloaded_without_huggingface_hub(folder, monkeypatch):
+    entry = zoo.find("torchreid_osnet_x1_0_msmt17_combineall")
+    assert entry.hub_file
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    addresses = []
+
+    def download(url, path, **expected):
+        addresses.append((url, expected))
+        path.write_bytes(b"content")
+
+    monkeypatch.setattr("fastamp.zoo.files.download", download)
+    with pytest.raises(WeightsError, match="SHA-256"):
+        zoo.local_file(replace(entry, sha256="0" * 64))
+    assert addresses == [(entry.url, {"sha256": "0" * 64, "size": entry.size})]
+    assert not zoo.path_of(entry).exists()
