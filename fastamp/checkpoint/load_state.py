@@ -24,10 +24,15 @@ logger = logging.getLogger(__name__)
 
 MIN_MATCH = 0.9
 """Default of ``MODEL.WEIGHTS_MIN_MATCH``."""
-# Prefixes of modules that only training uses.
-_NOT_EVALUATED = ("losses.",)
 # Tensors that only ReID models have: BNNecks, classifiers, embeddings of cameras and parts.
 _OF_REID = re.compile(r"^(heads|bottleneck\w*|classifier\w*)\.|(^|\.)(sie_embed|cv_embed|part_token1?|cls_pos)$")
+
+
+@runtime_checkable
+class _TrainedModel(Protocol):
+    """Model that names its submodules which evaluation does not use."""
+
+    training_only: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -292,7 +297,8 @@ def _check_complete(model: nn.Module, report: ImportReport, partial: tuple[str, 
     """Raise WeightsError if learned tensors that evaluation needs are missing, other than those below ``partial``."""
     learned = {name for name, _ in model.named_parameters()} - classifiers(model)
     missing = [key for key in report.missing if key in learned or key.endswith((".running_mean", ".running_var"))]
-    missing = [key for key in missing if not key.startswith((*_NOT_EVALUATED, *partial))]
+    unused = [f"{name}." for name in model.training_only] if isinstance(model, _TrainedModel) else []
+    missing = [key for key in missing if not key.startswith((*unused, *partial))]
     if missing:
         raise WeightsError(
             f"weights from {report.source} are incomplete: {plural(len(missing), 'learned tensor')} of the model "
