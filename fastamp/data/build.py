@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -372,7 +372,7 @@ def build_dataset(name: str, cfg: CfgNode | None = None, *, skip_invalid: bool =
         kind = "csv" if name.endswith(".csv") else "folder"
         raise ConfigError(f"DATASETS.NAMES: {name!r} is a path without a prefix.\n  fix: use {kind}:{name}")
     component, root = DATASET_REGISTRY.get(name), str(data_root())
-    dataset: ImageDataset = component.from_config(cfg, root) if _is_dataset_class(component) else component(root=root)
+    dataset: ImageDataset = component.from_config(cfg, root) if is_dataset_class(component) else component(root=root)
     return dataset
 
 
@@ -390,7 +390,8 @@ def family_of(name: str) -> str:
     return component.identities_of or component.dataset_name or name
 
 
-def _is_dataset_class(component: Any) -> bool:
+def is_dataset_class(component: Any) -> TypeGuard[type[ImageDataset]]:
+    """Return True for a class of a dataset; False e.g. for a function that builds one."""
     return isinstance(component, type) and issubclass(component, ImageDataset)
 
 

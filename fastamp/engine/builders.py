@@ -13,6 +13,7 @@ from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import with_num_categories, with_num_classes
+from fastamp.data.random_splits import check_has_splits, evaluated_splits
 from fastamp.engine.evaluation import (
     build_evaluator,
     check_test_set,
@@ -95,7 +96,13 @@ class Builders:
 
     @classmethod
     def _build_test_loaders(cls, cfg: CfgNode) -> dict[str, tuple[Any, int]]:
-        return {name: cls.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
+        """Return the test loaders: name of a test set, or title of a split of it -> ``build_test_loader``."""
+        check_has_splits(cfg)
+        return {
+            title: cls.build_test_loader(cfg.with_values(values) if values else cfg, name)
+            for name in cfg.DATASETS.TESTS
+            for title, values in evaluated_splits(cfg, name).items()
+        }
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, num_query: int, output_dir: str | None = None) -> Any:

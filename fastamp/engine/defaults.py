@@ -17,6 +17,7 @@ from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode, check_is_config
 from fastamp.data.custom_loader import as_train_loader
 from fastamp.data.loader import explain_lost_workers
+from fastamp.data.random_splits import test_set_of
 from fastamp.data.rank_agreement import check_equal_on_all_ranks
 from fastamp.diagnostics import environment_queries
 from fastamp.engine import hooks
@@ -346,7 +347,8 @@ class DefaultTrainer(Builders):
     def build_best_metric(self) -> hooks.BestMetric:
         """Parse ``SOLVER.BEST_METRIC`` and check that the evaluators report this metric."""
         reported = {
-            name: self.build_test(self.cfg, name, test)[1].metric_names() for name, test in self.test_loaders.items()
+            test_set_of(name, self.cfg.DATASETS.TESTS): self.build_test(self.cfg, name, test)[1].metric_names()
+            for name, test in self.test_loaders.items()
         }
         return hooks.BestMetric.by_name(self.cfg.SOLVER.BEST_METRIC, reported)
 

@@ -1,7 +1,7 @@
 """Evaluation on the test sets of a config."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from fastamp.contracts import Loader
 from fastamp.data.build import family_of
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets import DATASET_REGISTRY
+from fastamp.data.random_splits import test_set_of
 from fastamp.data.rank_agreement import check_equal_on_all_ranks
 from fastamp.data.training_images import check_not_leaked
 from fastamp.diagnostics.nan_locator import describe_evaluation
@@ -31,6 +32,7 @@ from fastamp.evaluation import (
     print_results,
 )
 from fastamp.evaluation.calibration import Calibration
+from fastamp.evaluation.split_average import average_splits
 from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.report import EvaluatedSet, Run
 from fastamp.report.queries import write_queries
@@ -75,13 +77,13 @@ def evaluate_sets(
         cfg: config. Evaluators write their files to ``OUTPUT_DIR/evaluation/<dataset>``.
         model: maps a batch of images to (B, D) features.
         policy: precision of the evaluation.
-        loaders: dataset name -> (test loader, number of query images).
+        loaders: dataset name, or title of a split, see ``evaluated_splits`` -> (test loader, number of query images).
         build_test: function (config, dataset name, its entry in ``loaders``, folder for the files of the evaluator)
             that returns ``(loader, evaluator)``; see ``DefaultTrainer.build_test``.
         calibration: calibration of the model, whose error rates are measured.
 
     Returns:
-        Metrics and report data for each test set.
+        Metrics and report data for each test set, see ``average_splits`` for those with several splits.
     """
     output = EvaluationOutput()
     for name, test in loaders.items():
@@ -89,7 +91,7 @@ def evaluate_sets(
         folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
         loader, evaluator = build_test(cfg, name, test, str(folder))
         if calibration is not None and isinstance(evaluator, ReidEvaluator):
-            evaluator.set_calibration(calibration, name)
+            evaluator.set_calibration(calibration, test_set_of(name, cfg.DATASETS.TESTS))
         metrics = inference_on_dataset(
             model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy, locate=describe_evaluation
         )
@@ -106,12 +108,27 @@ def evaluate_sets(
                 logger.info("wrote %s", path)
         if isinstance(evaluator, ReidEvaluator) and evaluator.pairs is not None:
             output.pairs[name] = evaluator.pairs.state_dict()
+    _average_splits(output, cfg.DATASETS.TESTS)
     if output.results:
         print_results(output.results, protocol=describe_protocol(cfg, policy), trained_on=cfg.DATASETS.NAMES)
     for test_set in output.sets:
         if test_set.calibration_check is not None:
             logger.info("open-set decisions on %s: %s", test_set.name, test_set.calibration_check.describe())
     return output
+
+
+def _average_splits(output: EvaluationOutput, names: Sequence[str]) -> None:
+    """Replace the results of the splits of a test set by their mean."""
+    splits: dict[str, list[EvaluatedSet]] = {}
+    for test_set in output.sets:
+        splits.setdefault(test_set_of(test_set.name, names), []).append(test_set)
+    output.sets = [
+        parts[0]
+        if len(parts) == 1
+        else EvaluatedSet(name, average_splits({part.name: part.metrics for part in parts}), None, (), ())
+        for name, parts in splits.items()
+    ]
+    output.results = {test_set.name: test_set.metrics for test_set in output.sets}
 
 
 def build_evaluator(cfg: CfgNode, num_query: int, output_dir: str | None = None) -> DatasetEvaluator:

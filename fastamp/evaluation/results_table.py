@@ -28,6 +28,7 @@ def print_results(results: dict[str, dict[str, Any]], *, protocol: str, trained_
     for name, metrics in results.items():
         for title, values in (
             (name, metrics),
+            *_split_rows(metrics),
             *((f"  baseline: {k}", v) for k, v in metrics.get("baselines", {}).items()),
             *_group_rows(metrics),
         ):
@@ -42,6 +43,15 @@ def print_results(results: dict[str, dict[str, Any]], *, protocol: str, trained_
     table = format_table(rows, ["dataset", *columns])
     notes = "\n".join(f"{name}: {text}" for name, metrics in results.items() if (text := _notes(metrics)))
     logger.info("evaluation results in percent (%s)\n%s\n%s", protocol, table, notes)
+
+
+def _split_rows(metrics: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the title and the values of the standard deviation over the splits (``TEST.ALL_SPLITS``)."""
+    return (
+        [(f"  standard deviation of {plural(len(metrics['splits']), 'split')}", metrics["std"])]
+        if "std" in metrics
+        else []
+    )
 
 
 def _group_rows(metrics: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

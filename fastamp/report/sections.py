@@ -82,6 +82,11 @@ def _tables(metrics: dict[str, Any]) -> list[Table]:
         rows = [(f"false accept rate {name[8:]}", f"{value:.2f} %") for name, value in rates.items()]
         tables.append(Table("True accept rates", ("at", "true accept rate"), rows))
     tables += _baseline_tables(metrics)
+    if "splits" in metrics:
+        splits = {"mean": metrics, "standard deviation": metrics["std"], **metrics["splits"]}
+        names = [name for name in ("mAP", "Rank-1") if name in metrics]
+        rows = [(title, *(f"{values[name]:.1f}" for name in names)) for title, values in splits.items()]
+        tables.append(Table("Random splits", ("split", *(f"{name} %" for name in names)), rows))
     if metrics.get("groups"):
         groups = [
             (name, f"{group['num_query']:,}", *(_scores_of(group) if "mAP" in group else ("", "")))

@@ -5,6 +5,12 @@ from fastamp.config.key import Key
 KEYS = (
     Key("TEST.EVAL_PERIOD", 20, "Evaluation interval, in epochs; the last epoch is always evaluated.", low=1),
     Key("TEST.EVAL_START", False, "Also evaluate before the first step."),
+    Key(
+        "TEST.ALL_SPLITS",
+        False,
+        "Report the mean over all random splits of the test set, and both directions of VIPeR, with the standard "
+        "deviation; if the model is trained on the dataset, over the directions of its split only.",
+    ),
     Key("TEST.IMS_PER_BATCH", 64, "Batch size in evaluation: images per batch, over all ranks.", low=1),
     Key("TEST.NUM_WORKERS", -1, "Worker processes per rank for test images; -1 means DATALOADER.NUM_WORKERS.", low=-1),
     Key("TEST.METRIC", "cosine", "Distance by which the gallery images are ranked.", choices=("cosine", "euclidean")),

@@ -75,6 +75,8 @@ class ImageDataset:
             are not evaluated by retrieval. Default "": that of the meta-architecture.
         protocols: values of TEST.PROTOCOL under which results on the dataset are published. Default: any.
         published_counts: split -> published numbers of images and of identities; 0 if unknown. Default: unknown.
+        directions: config key -> values that exchange query and gallery, over which the protocol averages; the training
+            images are the same. See ``random_splits``. Default: none.
     """
 
     dataset_name = ""
@@ -90,6 +92,7 @@ class ImageDataset:
     evaluator = ""
     protocols: ClassVar[tuple[str, ...]] = ()
     published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {}
+    directions: ClassVar[Mapping[str, Sequence[Any]]] = {}
 
     def __init__(self, train: Items, query: Items, gallery: Items) -> None:
         self._splits: dict[str, Items] = {"train": train, "query": query, "gallery": gallery}
@@ -104,6 +107,14 @@ class ImageDataset:
             root: data root.
         """
         return cls(root=root)  # type: ignore[call-arg]
+
+    @classmethod
+    def random_splits(cls, cfg: CfgNode) -> Mapping[str, Sequence[Any]]:
+        """Return the config keys that select a random split of the identities into training and test, with all values.
+
+        The protocol averages the results of all splits, see ``TEST.ALL_SPLITS``. Default: none.
+        """
+        return {}
 
     def adapt_config(self, cfg: CfgNode, training_set: Any) -> Any:
         """Return the config of a training on this dataset, before the model and the test sets are built.

@@ -3,7 +3,9 @@
 import json
 import logging
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
@@ -107,6 +109,11 @@ class CUHK03(ImageDataset):
             cuhk03_classic_split=settings.CLASSIC,
             split_id=settings.SPLIT,
         )
+
+    @classmethod
+    def random_splits(cls, cfg: CfgNode) -> Mapping[str, Sequence[Any]]:
+        """Return the 20 splits of the classic protocol; the new protocol has one."""
+        return {"DATASETS.CUHK03.SPLIT": range(20)} if cfg.DATASETS.CUHK03.CLASSIC else {}
 
     def _read_splits(self) -> list[dict[str, list]]:
         try:

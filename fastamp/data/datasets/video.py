@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -240,6 +240,11 @@ class TwoCameraDataset(TrackletDataset):
         """Build the dataset from the config key ``split_key``."""
         section = cls.split_key.split(".")[1]
         return cls(root=root, split=cfg.DATASETS[section].SPLIT)
+
+    @classmethod
+    def random_splits(cls, cfg: CfgNode) -> Mapping[str, Sequence[Any]]:
+        """Return the ten splits."""
+        return {cls.split_key: range(10)}
 
     def read_splits(self) -> list[dict[str, list[str]]]:
         """Return the splits: ``"train"`` and ``"test"`` -> names of the people's folders."""

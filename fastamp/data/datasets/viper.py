@@ -1,7 +1,9 @@
 """VIPeR dataset."""
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,9 +22,11 @@ KEYS = (
         low=0,
         high=9,
     ),
+    Key("DATASETS.VIPER.QUERY", "cam_a", "VIPeR: camera of the query images.", choices=("cam_a", "cam_b")),
 )
 
 SPLITS = 10
+_CAMERAS = ("cam_a", "cam_b")
 
 
 @DATASET_REGISTRY.register()
@@ -31,16 +35,18 @@ class VIPeR(FilenameDataset):
     PETS).
 
     632 identities with one image from each of two cameras. The identities are split at random into two halves: one is
-    used for training, the other for testing, with ``cam_a`` as query and ``cam_b`` as gallery. The protocol averages
-    the results of ten random splits. FastReID instead trains on all identities. Query and gallery identities are the
-    numbers in the file names plus one, because identity 0 denotes distractors.
+    used for training, the other for testing. The protocol averages the results of ten random splits; torchreid averages
+    each split also over both directions: ``cam_a`` as query and ``cam_b`` as gallery, and the reverse. FastReID instead
+    trains on all identities. Query and gallery identities are the numbers in the file names plus one, because identity
+    0 denotes distractors.
 
     Args:
         root: data root; ``cam_a`` and ``cam_b`` are in ``root/VIPeR``. Default "datasets".
         split: index of the random split, 0..9, used as its seed. Default 0.
+        query: camera of the query images, ``cam_a`` (default) or ``cam_b``; the gallery is from the other camera.
 
     Raises:
-        ConfigError: if the split does not exist.
+        ConfigError: if the split or the camera does not exist.
         DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at
             first use).
     """
@@ -53,28 +59,38 @@ class VIPeR(FilenameDataset):
     suffix = ".bmp"
     related_identities = False
     example = "001_45.bmp (identity 1)"
+    directions: ClassVar[Mapping[str, Sequence[Any]]] = {"DATASETS.VIPER.QUERY": _CAMERAS}
 
-    def __init__(self, root: str | Path = "datasets", *, split: int = 0) -> None:
+    def __init__(self, root: str | Path = "datasets", *, split: int = 0, query: str = "cam_a") -> None:
         if not 0 <= split < SPLITS:
             raise ConfigError(
                 f"DATASETS.VIPER.SPLIT must be in 0..{SPLITS - 1}, got {split}.\n  fix: set DATASETS.VIPER.SPLIT to 0"
             )
+        if query not in _CAMERAS:
+            raise ConfigError(
+                f"DATASETS.VIPER.QUERY must be cam_a or cam_b, got {query!r}.\n  fix: set DATASETS.VIPER.QUERY to cam_a"
+            )
         super().__init__(root)
-        self._number = split
+        self._number, self._query = split, query
         logger.info("VIPeR: random split %d of %d", split, SPLITS)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, root: str) -> "VIPeR":
         """Build the dataset from the config section ``DATASETS.VIPER``."""
-        return cls(root=root, split=cfg.DATASETS.VIPER.SPLIT)
+        return cls(root=root, split=cfg.DATASETS.VIPER.SPLIT, query=cfg.DATASETS.VIPER.QUERY)
+
+    @classmethod
+    def random_splits(cls, cfg: CfgNode) -> Mapping[str, Sequence[Any]]:
+        """Return the ten splits."""
+        return {"DATASETS.VIPER.SPLIT": range(SPLITS)}
 
     def _load(self, split: str) -> list[ImageItem]:
-        query, gallery = ([*super(VIPeR, self)._load(split)] for split in ("query", "gallery"))
-        gallery = [item._replace(camid=1) for item in gallery]
-        pids = sorted({item.pid for item in [*query, *gallery]})
+        first, second = ([*super(VIPeR, self)._load(name)] for name in ("query", "gallery"))
+        second = [item._replace(camid=1) for item in second]
+        pids = sorted({item.pid for item in [*first, *second]})
         # RandomState gives the same numbers in every NumPy version.
         trained = set(np.random.RandomState(self._number).permutation(pids)[: len(pids) // 2].tolist())
         if split == "train":
-            return self._add_name_prefix(item for item in [*query, *gallery] if item.pid in trained)
-        tested = query if split == "query" else gallery
+            return self._add_name_prefix(item for item in [*first, *second] if item.pid in trained)
+        tested = first if (split == "query") is (self._query == "cam_a") else second
         return [item._replace(pid=int(item.pid) + 1) for item in tested if item.pid not in trained]

@@ -207,6 +207,8 @@ def _flatten_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str
 
     Names of baselines have the form ``Market1501/baseline <name>/mAP``, those of groups of queries ``Market1501/group
     <value>/mAP`` and ``Market1501/mean over groups/mAP``, and names of interval bounds ``Market1501/mAP low``.
+    With ``TEST.ALL_SPLITS``, those of a split are ``VIPeR, query cam_b/mAP``, and ``VIPeR/mAP std`` is the standard
+    deviation.
     """
     for name, value in metrics.items():
         if name == "baselines":
@@ -217,6 +219,11 @@ def _flatten_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str
                 yield from _flatten_metrics(f"{prefix}/group {group}", values)
         elif name == "mean_over_groups":
             yield from _flatten_metrics(f"{prefix}/mean over groups", value)
+        elif name == "splits":
+            for split, values in value.items():
+                yield from _flatten_metrics(split, values)
+        elif name == "std":
+            yield from ((f"{prefix}/{metric} std", deviation) for metric, deviation in value.items())
         elif name == "intervals":
             for metric, (low, high) in value.items():
                 yield from ((f"{prefix}/{metric} low", low), (f"{prefix}/{metric} high", high))

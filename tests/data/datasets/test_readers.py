@@ -355,6 +355,10 @@ def test_viper_splits_are_random_and_reproducible(root, caplog):
     assert len(set(splits)) > 5 and splits[0] == (1, 2, 6, 7)
     with pytest.raises(ConfigError, match=r"DATASETS\.VIPER\.SPLIT.* got 10"):
         DATASET_REGISTRY.get("VIPeR")(root, split=10)
+    reverse = build("VIPeR", root, VIPER__SPLIT="9", VIPER__QUERY="cam_b")
+    assert (reverse.train, reverse.query, reverse.gallery) == (dataset.train, dataset.gallery, dataset.query)
+    with pytest.raises(ConfigError, match=r"DATASETS\.VIPER\.QUERY.*cam_c"):
+        DATASET_REGISTRY.get("VIPeR")(root, query="cam_c")
 
 
 def test_sensereid_trains_on_query_and_gallery_images(root, caplog):

@@ -1,0 +1,61 @@
+"""Random splits of a dataset, over which its protocol averages."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastamp.config import CfgNode
+from fastamp.data.build import family_of, is_dataset_class
+from fastamp.data.datasets.base import DATASET_REGISTRY
+from fastamp.utils.errors import ConfigError
+
+
+def evaluated_splits(cfg: CfgNode, name: str) -> dict[str, dict[str, Any]]:
+    """Return the parts of a test set that are evaluated: title -> config values, e.g. ``{"DATASETS.VIPER.SPLIT": 3}``.
+
+    The title begins with the name of the test set, see ``test_set_of``. With ``TEST.ALL_SPLITS`` there is one entry for
+    each random split in each direction. The test images of another split than that of the config may be training
+    images: a dataset on which the model is trained (DATASETS.NAMES) has one entry for each direction.
+
+    Args:
+        cfg: config.
+        name: name of the test set.
+    """
+    keys: Mapping[str, Sequence[Any]] = {}
+    if cfg.TEST.ALL_SPLITS:
+        is_trained = family_of(name) in map(family_of, cfg.DATASETS.NAMES)
+        keys = {**({} if is_trained else random_splits(cfg, name)), **_directions(name)}
+    splits = [dict(zip(keys, values, strict=True)) for values in itertools.product(*keys.values())]
+    return {
+        ", ".join([name, *(f"{key.rpartition('.')[2].lower()} {value}" for key, value in split.items())]): split
+        for split in splits
+    }
+
+
+def test_set_of(title: str, names: Sequence[str]) -> str:
+    """Return the name of the test set of a title of ``evaluated_splits``; the title if it is none of ``names``."""
+    return next((name for name in names if title == name or title.startswith(f"{name}, ")), title)
+
+
+def random_splits(cfg: CfgNode, name: str) -> Mapping[str, Sequence[Any]]:
+    """Return the config keys of the random splits of a dataset with their values; empty if it has none."""
+    component = DATASET_REGISTRY.get(name) if name in DATASET_REGISTRY else None
+    return component.random_splits(cfg) if is_dataset_class(component) else {}
+
+
+def check_has_splits(cfg: CfgNode) -> None:
+    """Check that ``TEST.ALL_SPLITS`` applies to a test set.
+
+    Raises:
+        ConfigError: if it is True, and no test set has several random splits or directions.
+    """
+    if cfg.TEST.ALL_SPLITS and not any(random_splits(cfg, name) or _directions(name) for name in cfg.DATASETS.TESTS):
+        raise ConfigError(
+            f"TEST.ALL_SPLITS is True, but no test set has several splits: {', '.join(cfg.DATASETS.TESTS)}.\n"
+            "  fix: set TEST.ALL_SPLITS to False; CUHK03 has several with DATASETS.CUHK03.CLASSIC True"
+        )
+
+
+def _directions(name: str) -> Mapping[str, Sequence[Any]]:
+    component = DATASET_REGISTRY.get(name) if name in DATASET_REGISTRY else None
+    return component.directions if is_dataset_class(component) else {}
