@@ -1,10 +1,10 @@
 """Compare a published result with your own: evaluate a published file, or train a recipe, on the same test set.
 
 NAME is either a name of `fastamp models` or a recipe. A published file is evaluated on each test set with published
-figures, under their protocol; a recipe is trained once per seed. Each result is written to one JSON file: published and
-measured figures, the confidence interval, the difference, the protocol, a fingerprint of the images, versions,
-hardware, time and memory. A result whose file exists is not measured again. The page "Results" of the documentation
-lists the files in docs/results.
+figures, under their protocol; a recipe is trained once per seed and, if TEST.ALL_SPLITS is on, once per random split of
+its training set. Each result is written to one JSON file: published and measured figures, the confidence interval, the
+difference, the protocol, a fingerprint of the images, versions, hardware, time and memory. A result whose file exists
+is not measured again. The page "Results" of the documentation lists the files in docs/results.
 
 examples:
   fastamp reproduce fastreid_sbs_r50_market1501 --data /data
@@ -216,18 +216,28 @@ def _job(
     """
     from fastamp.amp import resolve_device
     from fastamp.data.build import build_dataset
+    from fastamp.data.random_splits import evaluated_splits
     from fastamp.diagnostics.environment_queries import device_name
     from fastamp.engine.reproduction import fingerprint, row_file
     from fastamp.utils.version import __version__
 
     root, files, data = expand(args.data), {}, {}
     training: dict[str, Any] = {}
+    configs = [cfg.with_values(values) for values in _splits(cfg)] if kind == "training" else [cfg]
     if kind == "training":
         for dataset in cfg.DATASETS.NAMES:
-            training |= {f"{dataset} train": fingerprint(build_dataset(dataset, cfg), "train", root)}
+            items = [item for one in configs for item in build_dataset(dataset, one).train]
+            training |= {f"{dataset} train": fingerprint(items, root)}
     for test in published:
-        dataset = build_dataset(test, cfg)
-        data[test] = {f"{test} {split}": fingerprint(dataset, split, root) for split in ("query", "gallery")} | training
+        sources = [
+            build_dataset(test, one.with_values(values))
+            for one in configs
+            for values in evaluated_splits(one, test).values()
+        ]
+        data[test] = training | {
+            f"{test} {split}": fingerprint([item for source in sources for item in source.images_in(split)], root)
+            for split in ("query", "gallery")
+        }
         identity = {
             "kind": kind,
             "opts": [word for word in opts if not word.startswith(str(args.runs))],
@@ -238,6 +248,13 @@ def _job(
         }
         files[test] = row_file(Path(args.results), name, test, identity)
     return Job(name, kind, opts, files, published, data)
+
+
+def _splits(cfg: "CfgNode") -> list[dict[str, Any]]:
+    """Return the config values of each random split on which a model is trained; ``[{}]`` for that of the config."""
+    from fastamp.data.random_splits import training_splits
+
+    return training_splits(cfg) if cfg.TEST.ALL_SPLITS else [{}]
 
 
 def _with_config(args: argparse.Namespace, recipe: str, opts: Sequence[str]) -> argparse.Namespace:
@@ -272,15 +289,17 @@ def measure(args: argparse.Namespace, job: Job) -> None:
     from fastamp.engine.evaluation import describe_protocol
     from fastamp.engine.reproduction import Row, difference, summarize, write_row
     from fastamp.engine.seeds import train_seeds
+    from fastamp.evaluation.split_average import average_runs
     from fastamp.utils import comm
     from fastamp.utils.env import peak_memory_mb
     from fastamp.zoo import find, path_of
 
-    began, results = time.monotonic(), []
+    began, results, splits = time.monotonic(), [], [{}]
     if torch.cuda.is_initialized():  # another row has been measured
         torch.cuda.reset_peak_memory_stats()
     if job.kind == "training":
         cfg = training_config(_with_config(args, job.name, job.opts))
+        splits = _splits(cfg)
 
         def train(seed_cfg: "CfgNode") -> dict[str, Any]:
             default_setup(seed_cfg, args)
@@ -289,7 +308,7 @@ def measure(args: argparse.Namespace, job: Job) -> None:
             results.append(trainer.train())
             return results[-1]
 
-        train_seeds(cfg, args.seeds, train)
+        train_seeds(cfg, args.seeds, train, splits=splits)
     else:
         cfg, _ = evaluation_config("", job.opts, plugin=args.plugin)
         default_setup(cfg, args)
@@ -299,7 +318,11 @@ def measure(args: argparse.Namespace, job: Job) -> None:
     device = resolve_device(cfg.MODEL.DEVICE, "MODEL.DEVICE")
     policy = PrecisionPolicy.from_config(cfg, device).for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
     for test, file in job.files.items():
-        measured, interval = summarize([result if len(job.files) == 1 else result[test] for result in results])
+        of_test = [result if len(job.files) == 1 else result[test] for result in results]
+        if len(splits) > 1:
+            runs = [of_test[start : start + len(splits)] for start in range(0, len(of_test), len(splits))]
+            of_test = [average_runs(of_seed) for of_seed in runs]
+        measured, interval = summarize(of_test)
         row = Row(
             name=job.name,
             kind=job.kind,

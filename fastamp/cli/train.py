@@ -9,6 +9,7 @@ examples:
   fastamp train logs/run --resume
   fastamp train logs/run/model_best.pth DATASETS.NAMES csv:mine.csv OUTPUT_DIR logs/fine_tuned
   fastamp train my.yml OUTPUT_DIR=logs/run --seeds 0 1 2
+  fastamp train my.yml OUTPUT_DIR=logs/run --all-splits DATASETS.NAMES VIPeR DATASETS.TESTS VIPeR TEST.ALL_SPLITS on
 """
 
 import argparse
@@ -58,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train once per seed in OUTPUT_DIR/seed<N>; print mean, standard deviation and range of the metrics",
     )
     parser.add_argument(
+        "--all-splits",
+        action="store_true",
+        help="train once per random split of the training set, e.g. VIPeR, in OUTPUT_DIR/seed<N>_split<K>; print mean "
+        "and standard deviation; TEST.ALL_SPLITS True also averages both directions of VIPeR",
+    )
+    parser.add_argument(
         "--list-config",
         nargs="?",
         const="",
@@ -90,7 +97,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main_seeds(args: argparse.Namespace) -> dict[str, Any]:
-    """Train with each of ``args.seeds`` in one process and return the summary of the metrics."""
+    """Train with each of ``args.seeds``, on each split with ``args.all_splits``; return the summary of the metrics."""
+    from fastamp.data.random_splits import training_splits
     from fastamp.engine import default_setup
     from fastamp.engine.seeds import train_seeds
 
@@ -98,7 +106,14 @@ def main_seeds(args: argparse.Namespace) -> dict[str, Any]:
         default_setup(cfg, args)
         return _train(cfg, args)
 
-    return train_seeds(training_config(args), args.seeds, train)
+    cfg = training_config(args)
+    splits = training_splits(cfg) if args.all_splits else [{}]
+    if args.all_splits and len(splits) == 1:
+        raise ConfigError(
+            f"--all-splits: {', '.join(cfg.DATASETS.NAMES)} has no random splits.\n"
+            "  fix: remove it; CUHK03 has them with DATASETS.CUHK03.CLASSIC True"
+        )
+    return train_seeds(cfg, args.seeds or [max(0, cfg.SEED)], train, splits=splits)
 
 
 def _train(cfg: "CfgNode", args: argparse.Namespace) -> dict[str, Any]:
@@ -121,7 +136,8 @@ def run(args: argparse.Namespace, train: Callable[[argparse.Namespace], dict[str
 
     Args:
         args: arguments of the command line.
-        train: function of ``args`` that trains in each process. Default: ``main``, or ``main_seeds`` with --seeds.
+        train: function of ``args`` that trains in each process. Default: ``main``, or ``main_seeds`` with --seeds or
+            --all-splits.
     """
     if args.list_config is not None:
         from fastamp.config import describe_config
@@ -130,8 +146,9 @@ def run(args: argparse.Namespace, train: Callable[[argparse.Namespace], dict[str
         return 0
     if args.dry_run and args.eval_only:
         raise ConfigError("--dry-run and --eval-only cannot be combined.\n  fix: remove one of them")
-    if args.seeds and (args.dry_run or args.eval_only):
-        raise ConfigError("--seeds cannot be combined with --dry-run or --eval-only.\n  fix: remove one of them")
+    several = "--seeds" if args.seeds else "--all-splits" if args.all_splits else ""
+    if several and (args.dry_run or args.eval_only):
+        raise ConfigError(f"{several} cannot be combined with --dry-run or --eval-only.\n  fix: remove one of them")
     args = move_config(args)
     if args.resume and args.config_source and resolve_source(args.config_source).kind == CHECKPOINT:
         raise ConfigError(
@@ -147,7 +164,7 @@ def run(args: argparse.Namespace, train: Callable[[argparse.Namespace], dict[str
         minutes = cfg.DIST_TIMEOUT_MINUTES
         options = {"device": cfg.MODEL.DEVICE, "timeout": timedelta(minutes=minutes) if minutes else None}
     if not args.dry_run:
-        launch(train or (main_seeds if args.seeds else main), *processes, args=(args,), **options)
+        launch(train or (main_seeds if several else main), *processes, args=(args,), **options)
         return 0
     # Created in the parent process: a failing child process is killed without time for cleanup.
     with _exit_on_signals(), TemporaryDirectory(prefix="fastamp_dry_run_", ignore_cleanup_errors=True) as folder:

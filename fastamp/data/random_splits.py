@@ -26,10 +26,7 @@ def evaluated_splits(cfg: CfgNode, name: str) -> dict[str, dict[str, Any]]:
         is_trained = family_of(name) in map(family_of, cfg.DATASETS.NAMES)
         keys = {**({} if is_trained else random_splits(cfg, name)), **_directions(name)}
     splits = [dict(zip(keys, values, strict=True)) for values in itertools.product(*keys.values())]
-    return {
-        ", ".join([name, *(f"{key.rpartition('.')[2].lower()} {value}" for key, value in split.items())]): split
-        for split in splits
-    }
+    return {", ".join([name, *describe_values(split)]): split for split in splits}
 
 
 def test_set_of(title: str, names: Sequence[str]) -> str:
@@ -41,6 +38,24 @@ def random_splits(cfg: CfgNode, name: str) -> Mapping[str, Sequence[Any]]:
     """Return the config keys of the random splits of a dataset with their values; empty if it has none."""
     component = DATASET_REGISTRY.get(name) if name in DATASET_REGISTRY else None
     return component.random_splits(cfg) if is_dataset_class(component) else {}
+
+
+def training_splits(cfg: CfgNode) -> list[dict[str, Any]]:
+    """Return the config values of each random split of the training set; ``[{}]`` if it has no random splits.
+
+    Raises:
+        ConfigError: if several of DATASETS.NAMES have random splits.
+    """
+    found = {name: keys for name in cfg.DATASETS.NAMES if (keys := random_splits(cfg, name))}
+    if len(found) > 1:
+        raise ConfigError(f"several training sets have random splits: {', '.join(found)}.\n  fix: train on one of them")
+    keys = next(iter(found.values()), {})
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*keys.values())]
+
+
+def describe_values(values: Mapping[str, Any]) -> list[str]:
+    """Return config values with the last part of each key, e.g. ``split 3``."""
+    return [f"{key.rpartition('.')[2].lower()} {value}" for key, value in values.items()]
 
 
 def check_has_splits(cfg: CfgNode) -> None:

@@ -9,15 +9,17 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from scipy import stats
 
+from fastamp.config import get_cfg
 from fastamp.data.datasets import DATASET_REGISTRY
-from fastamp.data.datasets.base import ImageDataset
+from fastamp.data.datasets.base import ImageItem
+from fastamp.data.random_splits import random_splits
 from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import folder_name, write_atomically
 from fastamp.utils.plural import plural
@@ -77,7 +79,8 @@ class Row:
         kind: ``evaluation`` of a published file, or ``training`` of a recipe.
         dataset, protocol: test set, and how it was evaluated here.
         published: published figures in percent, see ``Entry.results``; empty if there are none.
-        measured: metric -> ``value`` and, except for mINP, ``low`` and ``high`` of the 95 % interval, in percent.
+        measured: metric -> ``value`` and, except for mINP of one evaluation, ``low`` and ``high`` of the interval, in
+            percent.
         interval: method of the interval.
         difference: metric -> measured value minus the first published one.
         data: ``<dataset> <split>`` -> ``fingerprint``, of the query, gallery and, in a training, the training images.
@@ -114,12 +117,15 @@ class Row:
 def targets_of(entry: Entry) -> list[Target]:
     """List the test sets and protocols of the published figures that fastamp can evaluate.
 
-    Figures of the same protocol, such as those of the paper and of its program, are in one target.
+    Figures of the same protocol, such as those of the paper and of its program, are in one target. Those on a dataset
+    with several random splits are means over all splits.
     """
     found: dict[tuple[str, tuple[tuple[str, Any], ...]], list[Mapping[str, Any]]] = {}
     for result in entry.results:
         dataset, keys = _test_set(result)
         if dataset and any(result.get(name) is not None for name in METRICS.values()):
+            if random_splits(get_cfg().with_values(dict(keys)), dataset):
+                keys = {**keys, "TEST.ALL_SPLITS": True}
             for part, values in _PROTOCOLS.items():
                 keys = {**keys, **values} if part in (result.get("protocol") or "") else keys
             found.setdefault((dataset, tuple(keys.items())), []).append(result)
@@ -148,12 +154,11 @@ def published_of_recipe(recipe: str, dataset: str, training_sets: Sequence[str])
     return []
 
 
-def fingerprint(dataset: ImageDataset, split: str, root: Path) -> dict[str, Any]:
-    """Describe the images of a split, without reading them.
+def fingerprint(items: Iterable[ImageItem], root: Path) -> dict[str, Any]:
+    """Describe images, without reading them.
 
     Args:
-        dataset: dataset.
-        split: ``train``, ``query`` or ``gallery``.
+        items: images of a split, or of all random splits; the same image counts once.
         root: data root.
 
     Returns:
@@ -164,7 +169,7 @@ def fingerprint(dataset: ImageDataset, split: str, root: Path) -> dict[str, Any]
     Raises:
         DataError: if an image is missing.
     """
-    items = getattr(dataset, split)
+    items = list({(item.path, item.box): item for item in items}.values())
     paths = {item.path for item in items}
     folder = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else str(root)
     names = sorted(f"{os.path.relpath(item.path, folder)} {item.box or ''}".strip() for item in items)
@@ -205,8 +210,8 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str,
         results: metrics of one evaluation, or of the run of each seed, in percent.
 
     Returns:
-        ``measured`` and ``interval`` of the row: for one result the bootstrap interval over its queries, for several
-        the t interval of the mean over the seeds.
+        ``measured`` and ``interval`` of the row: for one result the bootstrap interval over its queries, or the
+        standard deviation over its random splits; for several the t interval of the mean over the seeds.
     """
     measured: dict[str, dict[str, float]] = {}
     for name in METRICS:
@@ -217,10 +222,15 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str,
         if len(values) > 1:
             half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
             measured[name] |= {"low": measured[name]["value"] - half, "high": measured[name]["value"] + half}
+        elif name in results[0].get("std", {}):
+            value, deviation = values[0], results[0]["std"][name]
+            measured[name] |= {"low": value - deviation, "high": value + deviation}
         elif name in results[0].get("intervals", {}):
             measured[name] |= dict(zip(("low", "high"), results[0]["intervals"][name], strict=True))
     if len(results) > 1:
         return measured, f"95 % t interval of the mean over {len(results)} seeds"
+    if "splits" in results[0]:
+        return measured, f"one standard deviation over {len(results[0]['splits'])} splits"
     return measured, "95 % bootstrap over queries"
 
 

@@ -1,6 +1,7 @@
 """Train one config with several seeds, and summarize the results."""
 
 import gc
+import itertools
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ import torch
 from tabulate import tabulate
 
 from fastamp.config import CfgNode
+from fastamp.data.random_splits import describe_values
 from fastamp.engine.loggers import in_group
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
@@ -27,7 +29,11 @@ FILE = "seeds.json"
 
 
 def train_seeds(
-    cfg: CfgNode, seeds: Sequence[int], train: Callable[[CfgNode], dict[str, Any]]
+    cfg: CfgNode,
+    seeds: Sequence[int],
+    train: Callable[[CfgNode], dict[str, Any]],
+    *,
+    splits: Sequence[Mapping[str, Any]] = ({},),
 ) -> dict[str, dict[str, Any]]:
     """Run one training per seed in ``OUTPUT_DIR/seed<N>``, then log mean, standard deviation and range of the metrics.
 
@@ -39,6 +45,8 @@ def train_seeds(
             group.
         seeds: different values of ``SEED``.
         train: trains a config and returns its metrics, see ``DefaultTrainer.train``.
+        splits: config values of each random split, see ``training_splits``, on which each seed is trained, in
+            ``OUTPUT_DIR/seed<N>_split<K>``. Default: that of the config.
 
     Returns:
         ``summarize_seeds`` of all runs; empty on ranks other than 0.
@@ -52,13 +60,14 @@ def train_seeds(
             f"--seeds: expected different seeds, got {' '.join(map(str, seeds))}.\n  fix: give each seed once"
         )
     folder, names = Path(cfg.OUTPUT_DIR), list(dict.fromkeys(cfg.DATASETS.TESTS))
-    configs = {
-        seed: in_group(
-            cfg.with_values({"SEED": seed, "OUTPUT_DIR": str(folder / f"seed{seed}")}), folder, f"seed{seed}"
-        )
-        for seed in seeds
-    }
-    results_of_seed: dict[int, dict[str, Any]] = {}
+    configs: dict[int | str, CfgNode] = {}
+    for seed, split in itertools.product(seeds, splits):
+        words = describe_values(split)
+        name = "_".join([f"seed{seed}", *(word.replace(" ", "") for word in words)])
+        run_cfg = cfg.with_values({"SEED": seed, **split, "OUTPUT_DIR": str(folder / name)})
+        configs[", ".join([str(seed), *words]) if words else seed] = in_group(run_cfg, folder, name)
+    title = plural(len(seeds), "seed") + (f" on {len(splits)} splits" if len(splits) > 1 else "")
+    results_of_seed: dict[int | str, dict[str, Any]] = {}
     summary: dict[str, dict[str, Any]] = {}
     for number, (seed, seed_cfg) in enumerate(configs.items(), start=1):
         results = train(seed_cfg)
@@ -66,24 +75,22 @@ def train_seeds(
         if comm.is_main_process():
             results_of_seed[seed] = results if len(names) > 1 else {names[0]: results}
             summary = summarize_seeds(results_of_seed)
-            content = {"seeds": list(results_of_seed), "requested": list(seeds), "metrics": summary}
+            content = {"seeds": list(results_of_seed), "requested": list(configs), "metrics": summary}
             _write(folder / FILE, content)
-            logger.info("finished %d of %s, the last in %s", number, plural(len(seeds), "seed"), seed_cfg.OUTPUT_DIR)
+            logger.info("finished %d of %s, the last in %s", number, plural(len(configs), "run"), seed_cfg.OUTPUT_DIR)
     if comm.is_main_process():
         setup_logger(folder)  # the runs have logged to their own folders
-        logger.info(
-            "results of %s, last evaluation, in percent:\n%s", plural(len(seeds), "seed"), _table(summary, seeds)
-        )
+        logger.info("results of %s, last evaluation, in percent:\n%s", title, _table(summary, list(configs)))
         logger.info("wrote %s", folder / FILE)
     return summary
 
 
-def summarize_seeds(results: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+def summarize_seeds(results: Mapping[int | str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Compute mean, sample standard deviation and range of each metric over the seeds.
 
     Args:
-        results: seed -> dataset -> metrics. Values other than finite floats of Python or NumPy, e.g. counts, are
-            skipped.
+        results: seed, or seed and split -> dataset -> metrics. Values other than finite floats of Python or NumPy,
+            e.g. counts, are skipped.
 
     Returns:
         ``<dataset>/<metric>`` -> ``values`` by seed, ``mean``, ``std`` (null for one seed), ``min`` and ``max``.
@@ -114,7 +121,7 @@ def _is_float(value: object) -> TypeGuard[float]:
     return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)  # bool is Integral
 
 
-def _table(summary: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> str:
+def _table(summary: Mapping[str, Mapping[str, Any]], seeds: Sequence[int | str]) -> str:
     rows = [
         [
             name,

@@ -30,6 +30,21 @@ def average_splits(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return metrics | {"splits": dict(results)}
 
 
+def average_runs(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average the metrics of one test set of several runs, each on its own random split; see ``average_splits``.
+
+    Args:
+        results: metrics of each run; their ``splits``, the directions of its split, count as splits.
+    """
+    return average_splits(
+        {
+            f"run {number}: {title}": metrics
+            for number, result in enumerate(results)
+            for title, metrics in result.get("splits", {"": result}).items()
+        }
+    )
+
+
 def _values(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Return the values of each float that all parts have."""
     return {

@@ -2,11 +2,14 @@
 
 import functools
 import http.server
+import itertools
 import json
+import statistics
 import threading
 
 import pytest
 import torch
+from PIL import Image
 
 from fastamp.cli import main
 from fastamp.zoo import Entry, catalog
@@ -90,6 +93,52 @@ def test_published_file_of_a_run_reproduces_its_metrics(place, server, monkeypat
     assert main(["reproduce", "--all", "--data", "data", "--results", "new", *OPTS]) == 1
     assert "test_demo" in capsys.readouterr().out
     assert not (place / "new").exists()
+
+
+def write_viper(place, people=8):
+    for person, camera in itertools.product(range(people), "ab"):
+        folder = place / f"data/VIPeR/cam_{camera}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 32), (30 * person, 100, 90 + 60 * (camera == "b"))).save(folder / f"{person:03d}_0.bmp")
+
+
+@pytest.mark.integration
+def test_recipe_and_file_are_measured_on_all_random_splits(place, server, monkeypatch):
+    write_viper(place)
+    monkeypatch.setattr("fastamp.data.datasets.viper.SPLITS", 2)
+    sets = ("DATASETS.NAMES", "VIPeR", "DATASETS.TESTS", "VIPeR", "TEST.ALL_SPLITS", "on", "SOLVER.IMS_PER_BATCH", "4")
+    opts = [*TRAINED, *sets, "DATALOADER.NUM_INSTANCE", "2"]
+    assert main(["reproduce", "Demo/bagtricks_R50", "--data", "data", "--results", "rows", *opts]) == 0
+    (trained,) = rows(place)
+    runs = [place / f"logs/reproduce/Demo-bagtricks_R50/seed0_split{split}" for split in (0, 1)]
+    last = [json.loads((run / "metrics.json").read_text().splitlines()[-1]) for run in runs]
+    values = [metrics[f"VIPeR, query cam_{camera}/mAP"] for metrics in last for camera in "ab"]
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    assert trained["measured"]["mAP"] == pytest.approx(
+        {"value": mean, "low": mean - deviation, "high": mean + deviation}
+    )
+    assert "4 splits" in trained["interval"] and trained["data"]["VIPeR query"]["cameras"] == 2
+    identities = [
+        {line.strip() for line in (run / "config.yaml").read_text().splitlines() if "SPLIT:" in line} for run in runs
+    ]
+    assert identities[0] != identities[1]
+
+    torch.save(torch.load(runs[0] / "model_final.pth", weights_only=True)["model"], place / "published/viper.pth")
+    entry = Entry(
+        name="test_viper",
+        program="test",
+        url=f"{server}/viper.pth",
+        recipe="Demo/bagtricks_R50",
+        keys=SMALL | {"MODEL.HEADS.NUM_CLASSES": 4},
+        loads="yes",
+        results=[{"test_set": "VIPeR", "rank1": 27.2, "source": "test"}],
+    )
+    monkeypatch.setattr(catalog, "list_entries", lambda: (entry,))
+    monkeypatch.setattr("fastamp.zoo.list_entries", catalog.list_entries)
+    assert main(["reproduce", "test_viper", "--data", "data", "--results", "rows", *OPTS]) == 0
+    (evaluated,) = (row for row in rows(place) if row["kind"] == "evaluation")
+    assert "4 splits" in evaluated["interval"] and evaluated["difference"].keys() == {"Rank-1"}
+    assert main(["train", "Demo/bagtricks_R50", "--all-splits", "OUTPUT_DIR", "logs/no", *OPTS]) == 2
 
 
 @pytest.mark.parametrize(

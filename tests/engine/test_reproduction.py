@@ -25,6 +25,7 @@ from fastamp.engine.reproduction import (
     targets_of,
     write_row,
 )
+from fastamp.evaluation.split_average import average_runs
 from fastamp.utils.errors import DataError
 from fastamp.zoo import find, list_entries
 
@@ -97,17 +98,17 @@ def test_fingerprint_tells_versions_apart_and_ignores_the_place(tmp_path):
         for name in "ab":
             (tmp_path / place / f"{name}.jpg").write_bytes(content)
     found = [
-        fingerprint(Folder(tmp_path / root, version), "gallery", tmp_path / root)
+        fingerprint(Folder(tmp_path / root, version).gallery, tmp_path / root)
         for root, version in (("x", "v1"), ("y", "v1"), ("x", "v2"))
     ]
     assert found[0] == found[1]
     assert found[0] | {"bytes": 6, "folder": "v2"} == found[2]
     assert (found[0]["images"], found[0]["identities"], found[0]["bytes"]) == (2, 2, 4)
-    query = fingerprint(Folder(tmp_path / "x", "v1"), "query", tmp_path / "x")
+    query = fingerprint(Folder(tmp_path / "x", "v1").query, tmp_path / "x")
     assert query["names"] != found[0]["names"]
     (tmp_path / "x/v1/a.jpg").unlink()
     with pytest.raises(DataError, match="a.jpg"):
-        fingerprint(Folder(tmp_path / "x", "v1"), "query", tmp_path / "x")
+        fingerprint(Folder(tmp_path / "x", "v1").query, tmp_path / "x")
 
 
 def test_counts_are_compared_with_the_published_ones():
@@ -139,6 +140,19 @@ def test_interval_of_several_seeds_is_that_of_scipy():
 def test_interval_of_one_result_is_that_of_its_evaluation():
     measured, _ = summarize([{"mAP": 60.0, "mINP": 20.0, "intervals": {"mAP": [58.0, 62.0]}}])
     assert measured == {"mAP": {"value": 60.0, "low": 58.0, "high": 62.0}, "mINP": {"value": 20.0}}
+
+
+def test_interval_over_splits_is_their_standard_deviation():
+    found = average_runs([{"mAP": 60.0, "Rank-1": 50.0}, {"mAP": 64.0, "Rank-1": 50.0}])
+    measured, interval = summarize([found])
+    assert measured["mAP"] == pytest.approx({"value": 62.0, "low": 62 - 8**0.5, "high": 62 + 8**0.5})
+    assert "2 splits" in interval
+
+
+def test_figures_on_random_splits_are_means_over_all():
+    entry = replace(find("torchreid_osnet_x1_0_msmt17"), results=[FIGURES[0] | {"test_set": "VIPeR"}, FIGURES[0]])
+    viper, market = targets_of(entry)
+    assert viper.keys["TEST.ALL_SPLITS"] and "TEST.ALL_SPLITS" not in market.keys
 
 
 def test_row_is_read_as_written_and_unknown_images_are_shown(tmp_path):
