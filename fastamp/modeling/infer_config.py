@@ -20,6 +20,7 @@ from fastamp.config import CfgNode, get_cfg
 from fastamp.contracts import State
 from fastamp.modeling.backbones import BACKBONE_REGISTRY, Variants
 from fastamp.modeling.heads import jpm_head, part_token_head
+from fastamp.modeling.heads.embedding_head import PUBLISHED_EXPONENTS
 from fastamp.modeling.meta_arch import lightmbn, mgn
 from fastamp.utils.errors import WeightsError
 
@@ -318,7 +319,7 @@ def _head_keys(state: State, *, prefix: str, is_transreid: bool, width: int) -> 
     jpm = any(name.startswith(("b1.0.", "branches.")) for name in head)
     norm = any(name.startswith(("bottleneck", "bnneck")) and value.dim() == 1 for name, value in head.items())
     keys["MODEL.HEADS.WITH_BNNECK"] = str(norm or jpm)
-    if "pool_layer.p" in head or "global_pool.p" in head:
+    if not head.keys().isdisjoint({"pool_layer.p", *PUBLISHED_EXPONENTS}):
         keys["MODEL.HEADS.POOL_LAYER"] = "GeneralizedMeanPoolingP"
     if any(name.endswith("cls_token") for name in state):
         keys |= {"MODEL.HEADS.POOL_LAYER": "Identity", "MODEL.HEADS.NAME": "JPMHead" if jpm else "EmbeddingHead"}

@@ -62,7 +62,7 @@ def agw(w, x):
 def cluster_contrast(w, x):
     numbered = ("0", "1", "{}")
     maps = plain.resnet50(Shifted(w), x, "base.", names=numbered)
-    return w.bn(maps.mean((2, 3)), "feat_bn")
+    return w.bn(plain.gem(w, maps, "gap.p", 2.7), "feat_bn")
 
 
 class Shifted(plain.Weights):
@@ -99,7 +99,10 @@ NETWORKS = {
     "shufflenet": (torchreid(plain.torchreid_shufflenet, 1000), BILINEAR),
     "strong_baseline": (strong_baseline, (*PADDED, "MODEL.BACKBONE.STEM_RELU", "False", *BILINEAR)),
     "agw": (agw, (*PADDED, "MODEL.BACKBONE.STEM_RELU", "False", "MODEL.HEADS.POOL_LAYER", "GeneralizedMeanPoolingP")),
-    "cluster_contrast": (cluster_contrast, (*PADDED, "MODEL.BACKBONE.LAST_STRIDE", "1")),
+    "cluster_contrast": (
+        cluster_contrast,
+        (*PADDED, "MODEL.BACKBONE.LAST_STRIDE", "1", "MODEL.HEADS.POOL_LAYER", "GeneralizedMeanPoolingP"),
+    ),
 }
 
 

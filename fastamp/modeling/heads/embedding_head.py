@@ -15,6 +15,8 @@ from fastamp.modeling.heads.temporal_pool import TEMPORAL_POOLS
 from fastamp.utils.errors import ConfigError, WeightsError
 from fastamp.utils.sharding import RowShard
 
+PUBLISHED_EXPONENTS = {"global_pool.p", "gap.p"}
+"""Names of the learned exponent of the pooling in files of AGW and cluster-contrast."""
 _EXPONENT_TOLERANCE = 1e-3  # learned exponents nearer to the fixed one give the same features
 
 
@@ -43,7 +45,6 @@ def partial_fc_options(cfg: CfgNode) -> dict[str, Any]:
             "  fix: use CrossEntropyLoss with MODEL.LOSSES.CE.EPSILON 0, or set MODEL.HEADS.PFC.ENABLED False"
         )
     return {"sample_rate": heads.PFC.SAMPLE_RATE, "sample_seed": cfg.SEED}
-
 
 @HEADS_REGISTRY.register()
 class EmbeddingHead(nn.Module, Head):
@@ -290,8 +291,8 @@ class EmbeddingHead(nn.Module, Head):
                 "MODEL.HEADS.NAME EmbeddingHead uses: set MODEL.HEADS.NAME to JPMHead to reproduce its features"
             )
         state = dict(state)
-        if "global_pool.p" in state:  # AGW
-            state["pool_layer.p"] = state.pop("global_pool.p")
+        for name in PUBLISHED_EXPONENTS & state.keys():
+            state["pool_layer.p"] = state.pop(name)
         self._check_exponent(state)
         number = len(self.bottleneck) - 1  # index of the batch norm
         renamed = {}
