@@ -291,7 +291,9 @@ LAYOUTS = {
 }
 
 
-CLASSIFIER = re.compile(r"((heads|reduction_\w+)\.)?(classifier(_proj|_\d)?\.weight|(heads|b\d+_head)\.weight|prompt_learner\.cls_ctx)")
+CLASSIFIER = re.compile(
+    r"((heads|reduction_\w+)\.)?classifier(_proj|_\d)?\.weight|(heads|b\d+_head)\.weight|prompt_learner\.cls_ctx"
+)
 
 
 def published_shapes(entry):
