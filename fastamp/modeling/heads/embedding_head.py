@@ -46,6 +46,7 @@ def partial_fc_options(cfg: CfgNode) -> dict[str, Any]:
         )
     return {"sample_rate": heads.PFC.SAMPLE_RATE, "sample_seed": cfg.SEED}
 
+
 @HEADS_REGISTRY.register()
 class EmbeddingHead(nn.Module, Head):
     """Embedding head with pooling, 1x1 convolution, BNNeck and classifier (Luo et al. 2019, arXiv:1903.07071).
