@@ -16,15 +16,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # disable it, for equal results on every CPU; DNNL_MAX_CPU_ISA=ALL enables it.
 os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import compiled_steps
 import pytest
 import tiny
 import torch
 
-from fastamp.amp import OptimizationStep
 from fastamp.engine import DefaultTrainer
 from fastamp.inference import Predictor
 from fastamp.utils import registry
-from fastamp.utils.compiled import compile_parts
 from fastamp.utils.resources import resource_folder
 
 UNGUARDED_MARKS = {"end_to_end", "integration", "slow", "tune", "export", "extras", "cuda"}
@@ -80,18 +79,18 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def compiled_models(request, monkeypatch):
-    """Compile the models that ``OptimizationStep`` trains, in compiled runs of tests with the mark failure."""
+    """Compile the models that ``OptimizationStep`` trains, in compiled runs of tests with the mark failure.
+
+    Returns:
+        True in such a run.
+    """
     if not getattr(request, "param", False):
-        return
-    create = OptimizationStep.__init__
-
-    def compile_model(self, model, *args, **kwargs):
-        compile_parts(model, ("",), "aot_eager")
-        create(self, model, *args, **kwargs)
-
+        return False
     torch.compiler.reset()
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # its records are not warnings
-    monkeypatch.setattr(OptimizationStep, "__init__", compile_model)
+    compiled_steps.install(monkeypatch.setattr)
+    monkeypatch.setenv(compiled_steps.VARIABLE, "1")  # for processes that the test starts
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -22,13 +22,15 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 STEPS, BAD_STEP = 6, 2  # as in failing_ranks.py
 
 
-@pytest.fixture(scope="module")
-def ranks(made_once):
+@pytest.fixture
+def ranks(made_once, compiled_models):
     """Run the scenarios on two ranks; return for each rank: scenario -> implementation -> list of (scale, model)."""
-    with made_once("failing_ranks") as (folder, missing):
+    with made_once("failing_ranks" + "_compiled" * compiled_models) as (folder, missing):
         if missing:
             start(folder)
-    return [torch.load(folder / f"rank{rank}.pth", weights_only=True) for rank in (0, 1)]
+    found = [torch.load(folder / f"rank{rank}.pth", weights_only=True) for rank in (0, 1)]
+    assert [rank["graphs"] > 0 for rank in found] == [compiled_models] * 2
+    return found
 
 
 def start(folder):

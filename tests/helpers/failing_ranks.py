@@ -232,6 +232,7 @@ def main(folder: Path, rank: int) -> None:
         seen[f"head outside, {dtype}"] = head_outside(dtype, rank)
         seen[f"compression, {dtype}"] = compression(dtype, rank)
         seen[f"divergence, {dtype}"] = divergence(dtype, rank)
+    seen["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch.save(seen, folder / f"rank{rank}.pth")
     dist.barrier()
     dist.destroy_process_group()

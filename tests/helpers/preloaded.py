@@ -133,6 +133,10 @@ if __name__ == "__main__":
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
+    if "FASTAMP_TEST_COMPILED" in os.environ:
+        import compiled_steps  # only here, since it imports fastamp
+
+        compiled_steps.install()
     sys.argv = request["words"]
     if sys.argv[0] == "-m":
         del sys.argv[0]
