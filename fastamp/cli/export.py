@@ -15,6 +15,7 @@ from fastamp.cli.model_arguments import add_model_arguments, predictor_of
 from fastamp.cli.options import add_key_values, dataset_argument
 from fastamp.utils.choices import EXPORT_PRECISIONS
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.plural import mebibytes
 
 FORMATS = {
     "onnx": ".onnx",
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
             calibration_images=args.calibration_images,
         )
     print(report.table())
-    print(f"wrote {report.path} ({report.format}, {report.size / 2**20:.1f} MiB)")
+    print(f"wrote {report.path} ({report.format}, {mebibytes(report.size)})")
     return 0
 
 

@@ -11,7 +11,10 @@ examples:
 """
 
 import argparse
+import re
 from typing import TYPE_CHECKING, Any
+
+from fastamp.utils.plural import mebibytes
 
 if TYPE_CHECKING:
     from fastamp.zoo import Entry
@@ -85,8 +88,16 @@ def _row(entry: "Entry") -> list[str]:
 
 
 def size_of(entry: "Entry") -> str:
-    """Return the published size of the file, e.g. "198 MB"."""
-    return f"{entry.size / 1e6:.0f} MB" if entry.size else entry.size_note.partition(" (")[0] or "not stated"
+    """Return the published size of the file, e.g. "94.1 MiB"; "about" as others state it."""
+    if entry.size:
+        return mebibytes(entry.size)
+    stated = re.search(r"([\d.]+) (MB|GB) \(", entry.size_note)
+    return f"about {float(stated[1]) * _BYTES[stated[2]] / 2**20:.0f} MiB" if stated else "not stated"
+
+
+def _page_note(entry: "Entry") -> str:
+    note = "the mirror is used" if entry.mirrors else "download by hand"
+    return f" (a web page: {note})" if entry.page else ""
 
 
 def license_of(entry: "Entry") -> str:
@@ -121,7 +132,7 @@ def describe(entry: "Entry") -> str:
         else "",
         "license of the weights": license_of(entry),
         "commercial use": f"{entry.commercial_use}; the terms of the training images apply as well",
-        "address": entry.url + (" (a web page: download by hand)" if entry.page else ""),
+        "address": f"{entry.url}{_page_note(entry)}",
         "mirrors": ", ".join(entry.mirrors),
         "size": size_of(entry),
         "SHA-256": entry.sha256 or (f"{entry.hash_suffix}..." if entry.hash_suffix else "not published"),
@@ -144,4 +155,5 @@ def describe(entry: "Entry") -> str:
     return "\n".join(lines)
 
 
+_BYTES = {"MB": 1e6, "GB": 1e9}
 _FIGURES = {"mAP": "mAP", "Rank-1": "rank1", "mINP": "mINP"}

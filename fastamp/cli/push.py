@@ -19,6 +19,7 @@ from fastamp.cli.model_arguments import SOURCE_HELP
 from fastamp.cli.options import add_plugin_argument
 from fastamp.cli.source import CONFIG, model_source, resolve_source
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.plural import mebibytes
 
 if TYPE_CHECKING:
     from fastamp.inference.package import License
@@ -100,7 +101,7 @@ def _package(args: argparse.Namespace, folder: str, license: "License") -> None:
         metrics=args.metrics,
         plugin=args.plugin,
     )
-    print(f"packaged {args.checkpoint}: {parts.bytes / 1e6:.1f} MB, weights: {parts.weights}, license: {license.name}")
+    print(f"packaged {args.checkpoint}: {mebibytes(parts.bytes)}, weights: {parts.weights}, license: {license.name}")
     for dataset, metrics in parts.metrics.items():
         shown = ", ".join(f"{name} {metrics[name]:.2f}" for name in ("mAP", "Rank-1") if name in metrics)
         print(f"metrics in the model card: {dataset}{': ' if shown else ''}{shown}")

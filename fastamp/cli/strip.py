@@ -12,6 +12,7 @@ import argparse
 
 from fastamp.cli.model_arguments import SOURCE_HELP
 from fastamp.cli.source import evaluation_config, model_source, resolve_source
+from fastamp.utils.plural import mebibytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     source = resolve_source(args.checkpoint)
     checkpoint = source.checkpoint or evaluation_config(args.checkpoint, [])[0].MODEL.WEIGHTS
     report = strip(checkpoint, args.output, adapters=args.adapters)
-    before, after = (f"{size / 1e6:.1f} MB" for size in (report.bytes_before, report.bytes_after))
+    before, after = map(mebibytes, (report.bytes_before, report.bytes_after))
     print(f"wrote {report.path}: {after}, was {before}; weights: {report.weights}")
     print(f"removed: {', '.join(report.removed) or 'nothing'}")
     return 0

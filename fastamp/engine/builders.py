@@ -177,7 +177,7 @@ class Builders:
         """
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("--eval-only requires MODEL.WEIGHTS.\n  fix: add MODEL.WEIGHTS path/to/model.pth")
-        cfg = with_local_files(cfg)
+        cfg = with_local_files(cfg, evaluated=True)
         # Built before the model, so that missing images and test sets fail early.
         loaders, precise_bn_loader = cls._build_test_loaders(cfg), cls.build_precise_bn_loader(cfg)
         for name, test in loaders.items():

@@ -82,7 +82,7 @@ def load_model(
         cfg = _with_options(source, device, opts)
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("MODEL.WEIGHTS is empty.\n  fix: set MODEL.WEIGHTS to the weights file")
-        cfg = with_local_files(cfg)
+        cfg = with_local_files(cfg, evaluated=True)
         content = read_checkpoint(cfg.MODEL.WEIGHTS)
     else:
         checkpoint = checkpoint_of(expand(source))

@@ -1,4 +1,4 @@
-"""Counts in messages."""
+"""Counts and sizes in messages."""
 
 
 def plural(count: int, one: str, many: str = "") -> str:
@@ -13,3 +13,8 @@ def plural(count: int, one: str, many: str = "") -> str:
     ('1 image', '2 images', '0 queries')
     """
     return f"{count} {one if count == 1 else many or f'{one}s'}"
+
+
+def mebibytes(size: float) -> str:
+    """Return a size in bytes in MiB, e.g. "94.1 MiB"."""
+    return f"{size / 2**20:.1f} MiB"

@@ -5,6 +5,7 @@ whether a file loads was concluded from source code, see ``Entry.loads``.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,14 @@ _POOLING = {
 _EVAL_FEAT = {"BNNeck, feature before the neck": "before", "BNNeck, feature after the neck": "after"}
 _COMMERCIAL = re.compile(r"\b(MIT|Apache-2\.0|BSD)\b")
 _MAX_LISTED = 12
+# Keys that change the meaning of weights without changing the shapes of their tensors.
+_PIXELS = ("MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD")
+_BACKBONE = "MODEL.BACKBONE.NAME"
+_STEM = ("MODEL.BACKBONE.STEM_RELU", "MODEL.BACKBONE.STEM_POOL")
+_HEAD = (
+    "MODEL.BACKBONE.LAST_STRIDE",
+    *(f"MODEL.HEADS.{name}" for name in ("NAME", "POOL_LAYER", "WITH_BNNECK", "EVAL_FEAT")),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +122,11 @@ class Entry:
         """Name of the service that has the file, e.g. GitHub."""
         host = self.url.split("/")[2].removeprefix("www.")
         return _HOSTS.get(host, host)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses of the file itself; empty if there is only a web page from which a person downloads it."""
+        return [*([] if self.page else [self.url]), *self.mirrors]
 
     @property
     def hub_file(self) -> tuple[str, str, str] | None:
@@ -218,6 +232,36 @@ def matches(name: str) -> list[Entry]:
         return [by_name[wanted]]
     ends = [entry for key, entry in by_name.items() if key.endswith(f"_{wanted}")]
     return ends or [entry for key, entry in by_name.items() if f"_{wanted}_" in f"_{key}_"]
+
+
+def differences(entry: Entry, cfg: CfgNode, *, evaluated: bool = False) -> dict[str, tuple[Any, Any]]:
+    """Return the keys by which a config changes the meaning of weights: key -> (its value, that of the entry).
+
+    These are mean and standard deviation of the pixels and, for the same backbone, its stem. Weights of a whole
+    model also have a last stride, a pooling and a neck. The number of classes is not compared, because it does not
+    change the features.
+
+    Args:
+        entry: entry of the catalog.
+        cfg: config with its weights.
+        evaluated: also compare the size of the test images, which a training may change. Default False.
+    """
+    keys = [*_PIXELS, *(["INPUT.SIZE_TEST"] if evaluated and entry.task == "reid" else [])]
+    own = {key.path: value for key, value in entry.config().keys_below()} if entry.recipe else entry.model_keys()
+    if own.get(_BACKBONE, cfg.MODEL.BACKBONE.NAME) == cfg.MODEL.BACKBONE.NAME:
+        keys += [*_STEM, *(_HEAD if entry.task == "reid" else ())]
+    given = {key.path: value for key, value in cfg.keys_below()}
+    return {
+        key: (given[key], own[key])
+        for key in keys
+        if key in own and key in given and not _is_equal(given[key], own[key])
+    }
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Sequence) and not isinstance(one, str):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    return math.isclose(one, other, abs_tol=0.01) if isinstance(one, float | int) else bool(one == other)
 
 
 def names() -> list[str]:

@@ -18,7 +18,7 @@ from fastamp.config import CfgNode
 from fastamp.utils.errors import ConfigError, HubError, WeightsError, system_cause, writing
 from fastamp.utils.files import expand, file_sha256, user_cache
 from fastamp.utils.lock import waiting_lock
-from fastamp.zoo.catalog import PREFIX, Entry, find
+from fastamp.zoo.catalog import PREFIX, Entry, differences, find
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,14 @@ def local_file(entry: Entry, *, accept_withdrawn: bool = False) -> Path:
     return path
 
 
-def with_local_files(cfg: CfgNode) -> CfgNode:
+def with_local_files(cfg: CfgNode, *, evaluated: bool = False) -> CfgNode:
     """Return a config in which the path of the file replaces each ``zoo:NAME``; files that are missing are downloaded.
+
+    A warning lists the keys that contradict the entry of MODEL.WEIGHTS, see ``differences``.
+
+    Args:
+        cfg: config.
+        evaluated: whether the weights are evaluated as they are. Default False.
 
     Raises:
         UserError: see ``local_file``.
@@ -101,7 +107,22 @@ def with_local_files(cfg: CfgNode) -> CfgNode:
     if not values:
         return cfg
     accept = bool(cfg.MODEL.WEIGHTS_ACCEPT_WITHDRAWN)
+    if "MODEL.WEIGHTS" in values:
+        _warn_of_differences(find(cfg.MODEL.WEIGHTS), cfg, evaluated)
     return cfg.with_values({key: _replaced(value, accept) for key, value in values.items()})
+
+
+def _warn_of_differences(entry: Entry, cfg: CfgNode, evaluated: bool) -> None:
+    found = differences(entry, cfg, evaluated=evaluated)
+    if found:
+        listed = "".join(f"\n  {key}: {given}, published with {own}" for key, (given, own) in found.items())
+        logger.warning(
+            "the config contradicts the published weights %s%s: their features differ from the published ones.%s\n"
+            "  fix: set these keys as published, unless the training is meant to change them",
+            PREFIX,
+            entry.name,
+            listed,
+        )
 
 
 def _names_entry(value: Any) -> bool:
@@ -118,9 +139,8 @@ def _replaced(value: Any, accept: bool) -> Any:
 
 def _download(entry: Entry, path: Path) -> None:
     """Download the file from the first address that has it."""
-    place = f"download it from {entry.url} and save it as {path}"
-    addresses = [*([] if entry.page else [entry.url]), *entry.mirrors]
-    if not addresses:
+    place = f"download it from {_place(entry)} and save it as {path}"
+    if not entry.addresses:
         raise WeightsError(
             f"{entry.name} is not in {path.parent}, and {entry.host} gives the file only through a web page.\n"
             f"  fix: {place}"
@@ -131,7 +151,7 @@ def _download(entry: Entry, path: Path) -> None:
             f"  fix: unset {OFFLINE}, set {FOLDER} to a folder that has the file, or {place}"
         )
     problems = []
-    for url in addresses:
+    for url in entry.addresses:
         try:
             _fetch(url, path, entry)
             logger.info("%s: saved as %s", entry.name, path)
@@ -145,6 +165,11 @@ def _download(entry: Entry, path: Path) -> None:
     )
 
 
+def _place(entry: Entry) -> str:
+    """Return the addresses from which a person can download the file, those without a web page first."""
+    return " or ".join([*entry.addresses, *([entry.url] if entry.page else [])])
+
+
 def _fetch(url: str, path: Path, entry: Entry) -> None:
     logger.info("downloading %s", url)
     if url == entry.url and entry.hub_file and find_spec("huggingface_hub"):  # else without access tokens
@@ -155,31 +180,37 @@ def _fetch(url: str, path: Path, entry: Entry) -> None:
 
 
 def _check(entry: Entry, path: Path) -> None:
-    """Compare the size and the SHA-256 of a file with those of the entry, else with its record, else record them."""
+    """Compare the size and the SHA-256 of a file with those of the entry, else with its record, and record them.
+
+    The file is hashed again if its size or its time of modification is not that of the record.
+    """
     recorded = read_record(path)
     try:
-        size, sha256 = path.stat().st_size, file_sha256(path)
+        stat = path.stat()
         with open(path, "rb") as file:
             start = file.read(_PAGE_BYTES)
+        # Hashing a large file takes seconds.
+        is_checked = (recorded.get("size"), recorded.get("modified_ns")) == (stat.st_size, stat.st_mtime_ns)
+        size, sha256 = stat.st_size, str(recorded.get("sha256") if is_checked else file_sha256(path))
     except OSError as error:
         raise WeightsError(
             f"{path} cannot be read: {system_cause(error)}.\n"
-            f"  fix: remove it, or make it readable; {entry.name} lies at {entry.url}"
+            f"  fix: remove it, or make it readable; {entry.name} lies at {_place(entry)}"
         ) from error
     if not start or (path.suffix != ".xml" and is_page(start)):
         found = "a web page, e.g. of a login or a confirmation" if start else "empty"
         raise WeightsError(
             f"{path} is {found}, and not the file of {entry.name}.\n"
-            f"  fix: delete it, download the file from {entry.url} and save it as {path}"
+            f"  fix: delete it, download the file from {_place(entry)} and save it as {path}"
         )
     known_size, known = entry.size or recorded.get("size"), entry.sha256 or recorded.get("sha256") or entry.hash_suffix
     if (known_size and size != known_size) or (known and not sha256.startswith(known)):
         stated = "published" if entry.sha256 or entry.size else "recorded at the first use or published"
-        replaced = "" if entry.sha256 or not recorded else f"; if you replaced it, delete only {record_of(path).name}"
+        replaced = "" if entry.sha256 or not recorded else f"; if you replaced it, delete only {record_of(path)}"
         raise WeightsError(
             f"{path} is not the file that was {stated}.\n"
             f"  found: {size} bytes, SHA-256 {sha256}\n"
             f"  expected: {known_size or 'any number of'} bytes, SHA-256 {known or 'any'}\n"
-            f"  fix: delete it and {record_of(path).name} to download it again{replaced}"
+            f"  fix: delete it and {record_of(path)} to download it again{replaced}"
         )
-    add_to_record(path, {"url": entry.url, "size": size, "sha256": sha256})
+    add_to_record(path, {"url": entry.url, "size": size, "modified_ns": stat.st_mtime_ns, "sha256": sha256})

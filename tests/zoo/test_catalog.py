@@ -1,6 +1,8 @@
 """Tests of the catalog: names, configs from facts, and files that a user put into the folder."""
 
+import errno
 import json
+import os
 import sys
 from dataclasses import replace
 
@@ -9,11 +11,17 @@ import torch
 
 import fastamp
 from fastamp import zoo
+from fastamp.checkpoint import record
+from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.cli import main
+from fastamp.cli.models import size_of
 from fastamp.config import read_config
 from fastamp.engine.builders import Builders
 from fastamp.modeling import build_model, load_model
-from fastamp.utils.errors import ConfigError, HubError, WeightsError
+from fastamp.utils.errors import ConfigError, HubError, WeightsError, WriteError, writing
+from fastamp.utils.files import file_sha256
+from fastamp.zoo import files
+from fastamp.zoo.catalog import differences
 
 NAME = "torchreid_osnet_x0_25_msmt17"  # a web page gives the file, and its SHA-256 is known
 OPEN = "torchreid_osnet_x0_25_market1501"
@@ -273,3 +281,124 @@ def test_file_on_the_hub_is_downloaded_without_huggingface_hub(folder, monkeypat
         zoo.local_file(replace(entry, sha256="0" * 64))
     assert addresses == [(entry.url, {"sha256": "0" * 64, "size": entry.size})]
     assert not zoo.path_of(entry).exists()
+
+
+def test_config_of_each_entry_agrees_with_it():
+    entries = [entry for entry in zoo.list_entries() if entry.recipe]
+    assert len(entries) > 100
+    for entry in entries[::30]:
+        assert differences(entry, entry.config(), evaluated=True) == {}, entry.name
+
+
+DIFFERENCES = {
+    "MODEL.PIXEL_MEAN": [1.0, 2.0, 3.0],
+    "MODEL.PIXEL_STD": [1.0, 1.0, 1.0],
+    "MODEL.BACKBONE.STEM_RELU": False,
+    "MODEL.BACKBONE.STEM_POOL": "ceil",
+    "MODEL.BACKBONE.LAST_STRIDE": 2,
+    "MODEL.HEADS.POOL_LAYER": "GlobalMaxPool",
+    "MODEL.HEADS.WITH_BNNECK": False,
+    "MODEL.HEADS.EVAL_FEAT": "before",
+}
+
+
+def test_differences_are_those_that_change_the_meaning_of_the_weights():
+    entry = zoo.find("fastreid_bot_r50_market1501")
+    cfg = entry.config()
+    allowed = {"MODEL.HEADS.NUM_CLASSES": 5, "INPUT.SIZE_TRAIN": [64, 32], "SOLVER.BASE_LR": 0.1}
+    for key, value in DIFFERENCES.items():
+        found = differences(entry, cfg.with_values({key: value} | allowed))
+        assert list(found) == [key] and found[key][1] != found[key][0], key
+    smaller = cfg.with_values({"INPUT.SIZE_TEST": [64, 32]})
+    assert differences(entry, smaller) == {} and list(differences(entry, smaller, evaluated=True)) == [
+        "INPUT.SIZE_TEST"
+    ]
+    other = cfg.with_values(DIFFERENCES | {"MODEL.BACKBONE.NAME": "build_osnet_backbone"})
+    assert list(differences(entry, other)) == ["MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"]
+    backbone = replace(entry, task="backbone")
+    assert list(differences(backbone, cfg.with_values(DIFFERENCES), evaluated=True)) == list(DIFFERENCES)[:4]
+    without_recipe = replace(entry, recipe="", keys={})
+    assert "MODEL.PIXEL_MEAN" in differences(without_recipe, cfg.with_values(DIFFERENCES))
+
+
+def test_contradicting_config_is_named_once(saved, caplog):
+    entry = zoo.find(OPEN)
+    cfg = entry.config().with_values({"MODEL.WEIGHTS": f"zoo:{OPEN}", "MODEL.PIXEL_STD": [1.0, 1.0, 1.0]})
+    resolved = zoo.with_local_files(zoo.with_local_files(cfg))
+    assert str(saved) == resolved.MODEL.WEIGHTS
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "MODEL.PIXEL_STD" in warning and "MODEL.PIXEL_MEAN" not in warning and "fix: " in warning
+    caplog.clear()
+    zoo.with_local_files(entry.config().with_values({"MODEL.WEIGHTS": f"zoo:{OPEN}"}), evaluated=True)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES])
+def test_file_in_a_read_only_folder_is_used(saved, monkeypatch, tmp_path, caplog, error):
+    """The record is in the cache of the user, where the next process finds it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write = record.write_atomically
+
+    def refuse(path, content):
+        with writing(path):
+            if path.parent == saved.parent:
+                raise OSError(error, os.strerror(error))
+        write(path, content)
+
+    monkeypatch.setattr(record, "write_atomically", refuse)
+    assert zoo.checkpoint(OPEN) == zoo.checkpoint(OPEN) == saved
+    assert [line for line in caplog.messages if str(saved.parent) in line and "read-only" in line] == [
+        line for line in caplog.messages if "read-only" in line
+    ][:1]
+    assert "OSNet" in read_checkpoint(saved)["config"] or "osnet" in read_checkpoint(saved)["config"]
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+    saved.write_bytes(saved.read_bytes() + b"changed")
+    with pytest.raises(WeightsError, match=str(tmp_path / "cache")):
+        zoo.local_file(zoo.find(OPEN))
+
+
+def test_full_disk_is_not_a_read_only_folder(saved, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def refuse(path, content):
+        with writing(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(record, "write_atomically", refuse)
+    with pytest.raises(WriteError, match=saved.name):
+        zoo.local_file(zoo.find(OPEN))
+
+
+def test_file_is_hashed_again_only_if_it_was_changed(saved, monkeypatch):
+    hashed = []
+    monkeypatch.setattr(files, "file_sha256", lambda path: hashed.append(path) or file_sha256(path))
+    entry = zoo.find(OPEN)
+    for _ in range(3):
+        zoo.local_file(entry)
+    assert len(hashed) == 1
+    os.utime(saved, (1, 1))
+    zoo.local_file(entry)
+    zoo.local_file(entry)
+    assert len(hashed) == 2
+    with pytest.raises(WeightsError, match="0" * 64):  # published since then
+        zoo.local_file(replace(entry, sha256="0" * 64))
+    content = saved.read_bytes()
+    saved.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # the same size
+    with pytest.raises(WeightsError, match=file_sha256(saved)):
+        zoo.local_file(entry)
+
+
+def test_missing_file_with_a_mirror_is_named_by_the_mirror(folder):
+    entry = zoo.find("torchreid_osnet_x1_0_ms_d_m")
+    assert entry.page and entry.mirrors
+    with pytest.raises(WeightsError) as caught:
+        zoo.local_file(entry, accept_withdrawn=True)
+    fix = str(caught.value).partition("fix:")[2]
+    assert 0 < fix.index(entry.mirrors[0]) < fix.index(entry.url)
+
+
+def test_sizes_are_in_one_unit():
+    shown = {size_of(entry) for entry in zoo.list_entries()}
+    assert len(shown) > 3 and all(size == "not stated" or size.endswith(" MiB") for size in shown)
+    stated = replace(zoo.find(OPEN), size=None, size_note="1.94 GB (hub file list)")
+    assert size_of(stated) == "about 1850 MiB" and size_of(replace(stated, size=3 * 2**20)) == "3.0 MiB"

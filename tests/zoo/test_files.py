@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+import urllib.parse
+import urllib.request
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -33,7 +35,8 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        server, kind = self.server, self.path.split("/")[1]
+        server, kind = self.server, urllib.parse.urlsplit(self.path).path.split("/")[1]
+        server.paths.append(self.path)
         server.requests.append((kind, self.headers.get("Range")))
         count = sum(name == kind for name, _ in server.requests)
         content, status, headers = server.content, 200, {"ETag": f'"{hash(server.content)}"'}
@@ -68,7 +71,7 @@ def server(monkeypatch, tmp_path):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(download, "FIRST_WAIT", 0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.requests, server.content = [], CONTENT
+    server.requests, server.paths, server.content = [], [], CONTENT
     server.address = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -159,6 +162,16 @@ def test_server_that_is_down_is_named(server, entry_of):
     server.server_close()
     with pytest.raises(WeightsError, match=r"(?s)127\.0\.0\.1.*refused.*fix: "):
         zoo.local_file(entry_of("plain"))
+
+
+def test_proxy_of_the_environment_is_asked(server, entry_of, monkeypatch):
+    monkeypatch.setattr(urllib.request, "_opener", None)  # knows the environment of its first use
+    monkeypatch.setenv("http_proxy", server.address)
+    for variable in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    address = "http://weights.invalid/plain/file.pth"
+    assert zoo.local_file(replace(entry_of("plain"), url=address)).read_bytes() == CONTENT
+    assert server.paths == [address]
 
 
 def test_full_disk_leaves_nothing(server, entry_of, monkeypatch):
