@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_launch_arguments(parser)
     add_plugin_argument(parser)
     add_key_values(parser)
-    parser.set_defaults(config_source=RECIPE, config_file="", eval_only=False, seeds=[], list_config=None)
+    parser.set_defaults(
+        config_source=RECIPE, config_file="", eval_only=False, seeds=[], all_splits=False, list_config=None
+    )
 
 
 def run(args: argparse.Namespace) -> int:
