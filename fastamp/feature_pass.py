@@ -22,6 +22,7 @@ from fastamp.utils.progress import format_duration, track
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[Any, Batch], Any]
+Extract = Callable[[Any, Batch, PrecisionPolicy, bool, Forward], Any]
 Locator = Callable[[nn.Module, Batch, PrecisionPolicy], str]
 
 
@@ -84,6 +85,7 @@ def feature_pass(
     title: str = "",
     locate: Locator | None = None,
     on_all_ranks: bool = True,
+    extract: Extract = extract_features,
 ) -> None:
     """Compute the outputs of a model for all batches of a loader, in evaluation mode and without gradients.
 
@@ -103,6 +105,7 @@ def feature_pass(
         on_all_ranks: if True, all ranks call this function, and all raise an error if the outputs of one rank are not
             finite, at the end of the pass: the device is not read in each batch. If False, this process does not
             communicate, and raises the error before ``process`` receives the batch. Default: True.
+        extract: function that computes the outputs of a batch. Default: ``extract_features``.
 
     Raises:
         NotFiniteError: if an output is not finite.
@@ -119,7 +122,7 @@ def feature_pass(
     ):
         for batch in batches:
             computing.batch = batch
-            outputs = extract_features(model, batch, policy, flip_test, forward)
+            outputs = extract(model, batch, policy, flip_test, forward)
             tensors = [output for output in tree_leaves(outputs) if isinstance(output, Tensor)]
             finite.append(torch.stack([torch.isfinite(output).all() for output in tensors]).all())
             if not on_all_ranks and not finite[-1]:

@@ -32,7 +32,9 @@ from fastamp.evaluation import (
     print_results,
 )
 from fastamp.evaluation.calibration import Calibration
+from fastamp.evaluation.remembered_features import RememberedFeatures
 from fastamp.evaluation.split_average import average_splits
+from fastamp.feature_pass import Extract, extract_features
 from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.report import EvaluatedSet, Run
 from fastamp.report.queries import write_queries
@@ -85,15 +87,26 @@ def evaluate_sets(
     Returns:
         Metrics and report data for each test set, see ``average_splits`` for those with several splits.
     """
-    output = EvaluationOutput()
+    output, remembered = EvaluationOutput(), dict[str, RememberedFeatures]()
     for name, test in loaders.items():
         logger.info("evaluating on %s", name)
+        of_set = test_set_of(name, cfg.DATASETS.TESTS)
         folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
         loader, evaluator = build_test(cfg, name, test, str(folder))
         if calibration is not None and isinstance(evaluator, ReidEvaluator):
-            evaluator.set_calibration(calibration, test_set_of(name, cfg.DATASETS.TESTS))
+            evaluator.set_calibration(calibration, of_set)
+        is_split = of_set != name and isinstance(loader, Loader) and isinstance(loader.dataset, ReidDataset)
+        extract: Extract = extract_features
+        if is_split and loader.dataset.items.boxes is None:
+            extract = remembered.setdefault(of_set, RememberedFeatures())
         metrics = inference_on_dataset(
-            model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy, locate=describe_evaluation
+            model,
+            loader,
+            evaluator,
+            cfg.TEST.FLIP.ENABLED,
+            policy=policy,
+            locate=describe_evaluation,
+            extract=extract,
         )
         scalars = np.generic | np.ndarray | torch.Tensor
         metrics = {key: value.item() if isinstance(value, scalars) else value for key, value in metrics.items()}

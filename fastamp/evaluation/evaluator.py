@@ -11,7 +11,7 @@ from fastamp.config import CfgNode
 from fastamp.config.key import Key
 from fastamp.contracts import Evaluator
 from fastamp.evaluation.report_section import ReportSection
-from fastamp.feature_pass import Locator, call_model, feature_pass
+from fastamp.feature_pass import Extract, Locator, call_model, extract_features, feature_pass
 from fastamp.utils.registry import Registry
 
 KEYS = (
@@ -74,6 +74,7 @@ def inference_on_dataset(
     *,
     policy: PrecisionPolicy | None = None,
     locate: Locator | None = None,
+    extract: Extract = extract_features,
 ) -> dict[str, Any]:
     """Evaluate a model on a test set, in evaluation mode; the mode of each module is restored afterwards.
 
@@ -84,7 +85,7 @@ def inference_on_dataset(
         evaluator: evaluator that receives each batch and its features.
         flip_test: if True, average the features of each image and its mirror image. Default: False.
         policy: precision policy of the forward passes. Default: float32.
-        locate: see ``feature_pass``.
+        locate, extract: see ``feature_pass``.
 
     Returns:
         The evaluator's metrics; an empty dict on ranks other than 0.
@@ -103,5 +104,6 @@ def inference_on_dataset(
         flip_test=flip_test,
         title="evaluating",
         locate=locate,
+        extract=extract,
     )
     return evaluator.evaluate() or {}

@@ -27,8 +27,10 @@ class Pixels(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(1))
+        self.images = 0
 
     def forward(self, batch):
+        self.images += len(batch["images"])
         return self.scale * batch["images"].float().flatten(1) - 128
 
 
@@ -72,7 +74,9 @@ def naive(images, cfg, splits, queries="ab"):
 
 def test_mean_over_all_splits_and_directions_is_that_of_a_naive_loop(images, tmp_path):
     cfg = config(tmp_path)
-    found = DefaultTrainer.test(cfg, Pixels())
+    model = Pixels()
+    found = DefaultTrainer.test(cfg, model)
+    assert model.images == len(images) == 2 * PEOPLE  # each image once
     expected = naive(images, cfg, range(10))
     assert len(found["splits"]) == len(expected) == 20 and len(set(expected)) > 5
     for position, name in enumerate(("mAP", "Rank-1")):
