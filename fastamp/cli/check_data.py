@@ -4,8 +4,8 @@ Prints the numbers of images, identities and cameras, the columns, a histogram o
 unreadable images, identities shared by training and test, queries without a match, duplicate images across splits,
 numbers that differ from the published ones, and what would stop a run with the config, e.g. too few identities for the
 sampler. Also writes a contact sheet and, with all occurrences,
-findings.txt. Exit code: 0 if no error was found, 1 if a finding invalidates results, 2 for an unknown or missing
-dataset.
+findings.txt. Exit code: 0 if no error was found; 1 if a finding invalidates results, or would stop the run whose config
+is given; 2 for an unknown or missing dataset.
 
 examples:
   fastamp check-data Market1501
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _BAR = 40
 _MAX_EXAMPLES = 5
+# Sections whose keys on the command line describe a run, rather than the dataset and its protocol.
+_RUN_SECTIONS = ("DATALOADER.", "INPUT.", "MODEL.", "SOLVER.")
 _SINGULAR = {
     "numbers": "number",
     "identities": "identity",
@@ -175,15 +177,22 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
     with dataset_argument("dataset"):
         dataset = build_dataset(name, cfg, skip_invalid=True)
     protocol = Protocol.from_config(cfg)
+    of_run = is_source(args.name)
+    is_trained = not of_run or name in cfg.DATASETS.NAMES
+    if of_run:  # of several training sets, one may have too few images on its own
+        is_known = not is_trained or len(cfg.DATASETS.NAMES) == 1
+    else:
+        is_known = bool(args.config_file) or any(key.startswith(_RUN_SECTIONS) for key in args.opts[::2])
     report = check_dataset(
         dataset,
         max_pixels=cfg.INPUT.MAX_PIXELS,
         bit_depth=cfg.INPUT.BIT_DEPTH,
         near_duplicate_bits=args.near_duplicates,
-        training_problems=find_training_problems(dataset, cfg),
+        training_problems=find_training_problems(dataset, cfg, is_trained=is_trained),
+        has_config=is_known,
         protocol=protocol,
     )
-    if args.config_file or (is_source(args.name) and (name,) == cfg.DATASETS.NAMES):
+    if args.config_file or (of_run and (name,) == cfg.DATASETS.NAMES):
         report.notes.extend(_describe_training(dataset, cfg))
     title = f"{name}\nrun: {recipe}\n\n"
     print(sanitize_terminal_text(f"{title}{text(report)}\n"), flush=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from fastamp.cli.model_arguments import EXPORTED_HELP, model_of
 from fastamp.cli.options import add_plugin_argument
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.plural import plural
 from fastamp.utils.table import format_table
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Change or print the gallery."""
     from fastamp.inference.gallery_source import id_of_path
-    from fastamp.retrieval.mutable_gallery import MutableGallery
+    from fastamp.retrieval.mutable_gallery import MissingItemError, MutableGallery
 
     if args.action == "add":
         return _add(args)
@@ -62,9 +62,15 @@ def run(args: argparse.Namespace) -> int:
         if args.action == "remove":
             known = {item.id for item in gallery.items}
             ids = {name: id_of_path(args.gallery, name) for name in args.ids}
-            gallery.remove(
-                [given if given in known or stored_id not in known else stored_id for given, stored_id in ids.items()]
-            )
+            chosen = [
+                given if given in known or stored_id not in known else stored_id for given, stored_id in ids.items()
+            ]
+            if missing := [name for name in chosen if name not in known]:
+                raise MissingItemError(
+                    f"{len(missing)} of {plural(len(chosen), 'item')} not in {args.gallery}: {', '.join(missing[:5])}."
+                    f"{did_you_mean(missing[0], known)}\n  fix: choose ids of `fastamp gallery list {args.gallery}`"
+                )
+            gallery.remove(chosen)
             print(f"removed {plural(len(args.ids), 'item')}; {len(gallery):,} remain")
         else:
             _list(gallery, args.json)

@@ -89,7 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the rows; return 0, or 1 if --all could not measure a file whose test set exists."""
+    """Measure the rows; return 0, or 1 if --all could not measure a file whose test set exists.
+
+    Raises:
+        UserError: if an argument is invalid; or if --all finds no test set.
+    """
     from fastamp.config.recipes import find_recipe, list_recipes
     from fastamp.data.datasets.base import ROOT_VARIABLES
     from fastamp.engine.reproduction import row_table
@@ -137,6 +141,11 @@ def _run_all(args: argparse.Namespace) -> int:
                 rows += _rows_of(args, job)
             except UserError as error:
                 failed.append(f"{entry.name} on {', '.join(job.files)}: {error}")
+    if missing == len(entries):
+        raise DataError(
+            f"--data {args.data}: no test set of the {plural(len(entries), 'published file')} is there.\n"
+            '  fix: give the folder that contains the datasets, in the trees that the guide "Datasets" lists'
+        )
     if rows:
         print(format_table(*row_table(rows)))
     print(f"without a test set in {args.data}: {plural(missing, 'published file')}")

@@ -166,7 +166,7 @@ def build_training_batches(dataset: ImageDataset, cfg: CfgNode) -> EpochBatchSam
         return None
 
 
-def find_training_problems(dataset: ImageDataset, cfg: CfgNode) -> list[str]:
+def find_training_problems(dataset: ImageDataset, cfg: CfgNode, *, is_trained: bool = True) -> list[str]:
     """List what would stop a training or an evaluation of this config on ``dataset``.
 
     Files are read only if the config keeps the aspect ratio, until two images of different sizes are found.
@@ -174,12 +174,13 @@ def find_training_problems(dataset: ImageDataset, cfg: CfgNode) -> list[str]:
     Args:
         dataset: dataset to check.
         cfg: config of the run; DATASETS.NAMES and DATASETS.TESTS are ignored.
+        is_trained: whether the run trains on the dataset. Default True.
 
     Returns:
         Error messages.
     """
     problems: list[str] = []
-    if dataset.train:
+    if is_trained and dataset.train:
         train = PackedItems.of(dataset.train)
         _collect_problem(problems, _check_training_set, cfg, train, dataset)
     test = [PackedItems.of(items) for items in (dataset.query, dataset.gallery) if items]

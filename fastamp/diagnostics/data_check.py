@@ -43,6 +43,7 @@ def check_dataset(
     bit_depth: int = BIT_DEPTH,
     near_duplicate_bits: int | None = None,
     training_problems: Sequence[str] = (),
+    has_config: bool = False,
     protocol: Protocol | None = None,
 ) -> Report:
     """Read every image in a dataset and check the labels and splits.
@@ -53,6 +54,7 @@ def check_dataset(
         bit_depth: see ``read_image``. Default 16.
         near_duplicate_bits: see ``NearestImages``.
         training_problems: result of ``find_training_problems``, to include in the report.
+        has_config: whether the config of a run is known, so that what would stop it is an error. Default False: a note.
         protocol: evaluation protocol, whose rule defines which queries have a match. Default: that of Market-1501.
 
     Returns:
@@ -95,7 +97,7 @@ def check_dataset(
         *findings(
             "problems that would stop a run",
             [*training_problems, *find_test_problem(dataset, splits, protocol)],
-            is_error=False,
+            is_error=has_config,
         ),
     ]
     return Report(rows, sorted(found, key=lambda finding: not finding.is_error), sizes, notes, columns)

@@ -58,6 +58,13 @@ def read_arrays(path: str, protocol: Protocol) -> dict[str, np.ndarray]:
     missing = [name for name in needed if name not in arrays]
     if missing:
         similar = did_you_mean(missing[0], [name for name in stored if name not in names])
+        if "features" in stored and "split" not in stored:
+            raise DataError(
+                f"{path} has features, but no split, so queries and gallery are unknown.\n"
+                f"  found: {', '.join(stored)}\n"
+                "  fix: extract a dataset with query and gallery images (fastamp extract MODEL csv:FILE), or add the "
+                "array split, with query or gallery for each row"
+            )
         no_cameras = ", or set TEST.PROTOCOL to no_camera" if all("camids" in name for name in missing) else ""
         raise DataError(
             f"{path} has no {', '.join(missing)}.{similar}\n  found: {', '.join(stored) or 'nothing'}\n"

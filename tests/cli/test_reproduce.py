@@ -153,6 +153,7 @@ def test_recipe_and_file_are_measured_on_all_random_splits(place, server, monkey
         (("megadescriptor_t_224", "--data", "data"), "ATRW"),
         (("Market1501/sbs_R50", "--data", "data"), "Market-1501-v15.09.15"),
         (("Market1501/sbs_R50", "--data", "data", "--seeds", "-1"), "-1"),
+        (("--all", "--data", "data"), "--data data"),
     ],
 )
 def test_invalid_input_is_refused(place, capsys, words, named):

@@ -361,9 +361,24 @@ def test_check_data_reports_what_would_stop_a_run(folder, tmp_path, capsys, opti
     for name in ("0_0.jpg", "7_1.jpg"):
         with Image.open(folder / name) as image:
             image.resize((40, 64)).save(folder / name)
-    assert check_data.cli([f"csv:{folder / 'set.csv'}", "--output", str(tmp_path / "out"), *options]) == 0
+    assert check_data.cli([f"csv:{folder / 'set.csv'}", "--output", str(tmp_path / "out"), *options]) == (
+        problem is not None
+    )
     out = capsys.readouterr().out
     assert ("would stop a run" in out) == (problem is not None) and (problem or "") in out
+
+
+@pytest.mark.integration
+def test_problems_of_a_run_are_errors_for_its_training_set_only(folder, tmp_path, capsys):
+    """The test set has too few training images for the sampler, which does not matter."""
+    lines = (folder / "set.csv").read_text().splitlines()
+    trained = [line for line in lines if ",train" in line]
+    (folder / "test.csv").write_text("\n".join([lines[0], trained[0], trained[-1], *(set(lines[1:]) - set(trained))]))
+    sets = [f"DATASETS: {{NAMES: ['csv:{folder}/set.csv'], TESTS: ['csv:{folder}/test.csv']}}"]
+    for size, code in ((12, 0), (64, 1)):
+        (tmp_path / "run.yml").write_text("\n".join([*sets, f"SOLVER: {{IMS_PER_BATCH: {size}}}"]))
+        assert check_data.cli([str(tmp_path / "run.yml"), "--output", str(tmp_path / "out")]) == code
+        assert ("ERROR: 1 problem that would stop a run" in capsys.readouterr().out) == (code == 1)
 
 
 @pytest.mark.integration

@@ -21,6 +21,7 @@ from preloaded import Run
 from fastamp import Predictor
 from fastamp.cli import compare as compare_command
 from fastamp.cli import gallery as command
+from fastamp.cli import main
 from fastamp.cli import search as search_command
 from fastamp.data.build import build_dataset
 from fastamp.data.decode import MAX_PIXELS
@@ -300,6 +301,14 @@ def test_check_for_lost_changes_detects_a_lost_change(tmp_path):
         gallery.remove([next(item_id for item_id in stored if item_id not in started)])
     with pytest.raises(AssertionError):
         check_contents(folder, lines, {})
+
+
+def test_command_suggests_the_nearest_id(tmp_path, input_error):
+    with MutableGallery(tmp_path / "a.gallery", model()) as gallery:
+        gallery.add([Item(f"photos/{name}.jpg") for name in ("door", "gate")], np.eye(2, WIDTH, dtype=np.float32))
+    words = ["gallery", "remove", str(tmp_path / "a.gallery"), "photos/gate.jpg"]
+    assert "'photos/door.jpg'" in input_error(main, [*words, "photos/dor.jpg"])
+    assert main(words) == 0  # had not been removed
 
 
 def test_invalid_changes_change_nothing(tmp_path, monkeypatch):

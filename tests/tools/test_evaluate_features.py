@@ -113,6 +113,7 @@ def test_evaluate_features_needs_no_cameras_for_no_camera_and_vehicleid_protocol
 
 QUERY = np.zeros((40, 64), dtype=np.float32)
 NONE = np.zeros(0, dtype=np.int64)
+KEYS = [f"{side}_{name}" for side in ("query", "gallery") for name in ("features", "pids", "camids")]
 BAD = {
     "missing keys": ({"query_pids": None, "gallery_camids": None}, "query_pids, gallery_camids"),
     "another name": ({"query_features": None, "query_feature": QUERY}, "'query_feature'"),
@@ -127,6 +128,7 @@ BAD = {
     "huge numbers": ({"query_pids": np.arange(40) * 1e300}, "query_pids: "),
     "infinite numbers": ({"query_pids": np.full(40, np.inf)}, "query_pids: "),
     "cameras missing": ({"query_camids": None}, r"query_camids(.|\n)*TEST.PROTOCOL to no_camera"),
+    "no split": (dict.fromkeys(KEYS) | {"features": QUERY, "pids": NONE}, r"no split(.|\n)*found: features, pids\n"),
     "too large": ({"query_features": QUERY.astype(float) + 1e200, "gallery_features": np.ones((200, 64))}, "1e\\+200"),
     "objects": ({"query_pids": np.full(40, None)}, "bad.npz"),
     "no match": ({"gallery_pids": np.full(200, 12345)}, "40 queries"),
