@@ -413,7 +413,9 @@ def _attach_cache(dataset: ReidDataset, cfg: CfgNode) -> None:
         dataset.read,
         where=cfg.DATALOADER.CACHE,
         folder=cfg.DATALOADER.CACHE_DIR,
-        kind=f"{transforms.resize} {transforms.bit_depth}{' skip' if dataset.skip_corrupt else ''}",
+        kind=f"{transforms.resize} {transforms.bit_depth}"
+        + (" reduced" if transforms.reduced else "")
+        + (" skip" if dataset.skip_corrupt else ""),
     )
     dataset.use_cache(cache)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from fastamp.data.boxes import Box, clip_box
@@ -52,8 +52,9 @@ MAX_SCANS = 100
 _MAX_SCANNED_PIXELS = 2_000_000_000  # 20 scans of MAX_PIXELS
 # PIL takes a step in Python for each of them.
 _MAX_SEGMENTS, _MAX_FILL_BYTES = 10_000, 2**16
-# Larger JPEG files (16.8 million pixels) are decoded at reduced size if that is sufficient.
+# Larger JPEG files (16.8 million pixels) are decoded at reduced scale if that is sufficient.
 _MAX_FULL_SIZE_PIXELS = 2**24
+_TURNED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 # Pixel formats only: PIL runs external programs for others, such as Ghostscript for PostScript.
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
@@ -65,6 +66,7 @@ class DecodingOptions(TypedDict):
     max_pixels: int
     bit_depth: int
     decoder: str
+    reduced: bool
 
 
 def read_image(
@@ -73,9 +75,10 @@ def read_image(
     *,
     box: tuple[int, int, int, int] | None = None,
     max_pixels: int = MAX_PIXELS,
-    least_side: int | None = None,
+    least_size: tuple[int, int] | None = None,
     bit_depth: int | None = BIT_DEPTH,
     decoder: str = "auto",
+    reduced: bool = False,
 ) -> Tensor:
     """Read an image, a file or bytes of a file, and apply its EXIF orientation.
 
@@ -93,13 +96,14 @@ def read_image(
         box: (left, top, right, bottom) of the region to return, in pixels of the upright image; right and bottom are
             exclusive, and parts outside the image are cut off. Default: the whole image.
         max_pixels: maximum width x height to decode, at most ``LARGEST_PIXELS``. Default 100,000,000.
-        least_side: required height and width, in pixels. A JPEG file of more than 2**24 pixels is decoded at 1/2, 1/4
-            or 1/8 of its size by libjpeg's scaled DCT if both sides still have at least this many pixels. Ignored if
-            ``box`` is given. Default: decode at full size.
+        least_size: required height and width of the upright image, in pixels. A JPEG file of more than 2**24 pixels is
+            decoded by PIL at 1/2, 1/4 or 1/8 of its size, by libjpeg's scaled DCT, if it still has at least this size.
+            Ignored if ``box`` is given. Default: decode at full size.
         bit_depth: number of bits that the values of gray images of more than 8 bits use, in 8..32: values in
             0..2**bit_depth - 1 become 0..255. Default 16. None: the range of the image's own values, for pictures to
             look at.
         decoder: see ``image_decoder``. Default ``"auto"``.
+        reduced: use ``least_size`` for JPEG files of any number of pixels. Default False.
 
     Returns:
         (channels, H, W) uint8.
@@ -111,7 +115,7 @@ def read_image(
     """
     options: dict[str, Any] = {"max_pixels": max_pixels, "bit_depth": bit_depth, "decoder": decoder}
     if box is None:
-        return decode_image(_content(path), channels, name=path, least_side=least_side, **options)
+        return decode_image(_content(path), channels, name=path, least_size=least_size, reduced=reduced, **options)
     frame = _FRAMES.get(
         (path, _state(path), channels, *options.values()),
         lambda: decode_image(_content(path), channels, name=path, **options),
@@ -158,15 +162,16 @@ def decode_image(
     *,
     name: str = "",
     max_pixels: int = MAX_PIXELS,
-    least_side: int | None = None,
+    least_size: tuple[int, int] | None = None,
     bit_depth: int | None = BIT_DEPTH,
     decoder: str = "auto",
+    reduced: bool = False,
 ) -> Tensor:
     """Decode the content of an image file, as ``read_image`` does.
 
     Args:
         content: content of the file.
-        channels, max_pixels, least_side, bit_depth, decoder: see ``read_image``.
+        channels, max_pixels, least_size, bit_depth, decoder, reduced: see ``read_image``.
         name: name of the image for messages. Default "".
 
     Returns:
@@ -183,14 +188,14 @@ def decode_image(
     if content[:2] == JPEG_START:
         width, height, _ = check_jpeg(content, path)
         check_pixels(path, width, height, max_pixels)
-    if width * height <= _MAX_FULL_SIZE_PIXELS or least_side is None or min(width, height) < 2 * least_side:
-        least_side = None
+    if not (reduced or width * height > _MAX_FULL_SIZE_PIXELS) or not _is_twice(width, height, least_size):
+        least_size = None
     # torchvision 0.29 aborts the process on corrupt PNG files, ignores the orientation of WebP files, decodes all
     # frames of an animation, and has no scaled decoding; no decoder can be limited if the declared size was not found.
     decode = image_decoder(decoder).decode
-    if decode is None or not width * height or channels == 4 or least_side is not None:
+    if decode is None or not width * height or channels == 4 or least_size is not None:
         mode = "RGBA" if channels == 4 else "RGB"
-        image = _decode_with_pil(content, path, mode, max_pixels, least_side, bit_depth)
+        image = _decode_with_pil(content, path, mode, max_pixels, least_size, bit_depth)
     else:
         try:
             with named_warnings(path):
@@ -198,6 +203,11 @@ def decode_image(
         except RuntimeError:
             image = _decode_with_pil(content, path, "RGB", max_pixels)
     return _luma(image) if channels == 1 else image
+
+
+def _is_twice(width: int, height: int, size: tuple[int, int] | None) -> bool:
+    """Return True if an image, upright or turned by 90 degrees, has at least twice the height and width ``size``."""
+    return size is not None and any(2 * a <= height and 2 * b <= width for a, b in (size, size[::-1]))
 
 
 def check_pixels(path: str, width: int, height: int, max_pixels: int) -> None:
@@ -355,8 +365,8 @@ def _is_heic(source: Any) -> bool:
 def image_from_pil(image: Image.Image, channels: int = 3, *, bit_depth: int | None = BIT_DEPTH) -> Tensor:
     """Convert a PIL image to a tensor that equals the result of ``read_image`` on the image file.
 
-    Pixel values from a large JPEG file may differ if ``read_image`` is called with ``least_side``, because a PIL image
-    is always decoded at full size.
+    Pixel values from a JPEG file may differ if ``read_image`` is called with ``least_size``, because a PIL image is
+    always decoded at full size.
 
     Args:
         image: image in any mode except F (32-bit floats). Its EXIF orientation is applied.
@@ -381,14 +391,20 @@ def _decode_with_pil(
     path: str,
     mode: str,
     max_pixels: int,
-    least_side: int | None = None,
+    least_size: tuple[int, int] | None = None,
     bit_depth: int | None = BIT_DEPTH,
 ) -> Tensor:
     with _pil_errors(path), open_with_pil(io.BytesIO(content)) as image:
         check_pixels(path, *image.size, max_pixels)  # type: ignore[call-arg]
-        if least_side is not None:
-            image.draft(None, (least_side, least_side))
+        if least_size is not None:
+            height, width = least_size
+            image.draft(None, (height, width) if _orientation(image) in _TURNED else (width, height))
         return _pil_pixels(image, mode, path, bit_depth)
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation; 1 is upright."""
+    return image.getexif().get(ExifTags.Base.Orientation, 1)
 
 
 @contextmanager
@@ -446,12 +462,14 @@ def _pil_pixels(image: Image.Image, mode: str, path: str, bit_depth: int | None)
             f"the image {path} has colors of 16 bits, of which the upper 8 are read; INPUT.BIT_DEPTH is {bit_depth}\n"
             "  fix: save the image with 8 bits, or as grayscale, or set INPUT.BIT_DEPTH to 16"
         )
-    image = ImageOps.exif_transpose(image)
+    image.load()
+    if _orientation(image) != 1:  # exif_transpose would copy the image
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # PIL would clip 16-bit values at 255
         image = Image.fromarray(reduce_bits(np.asarray(image), path, bit_depth))
     elif is_reduced and bit_depth is not None:
         _warn_if_dark(256 * max(band[1] for band in image.getextrema()[:3]), path, bit_depth, "save it with 8 bits")  # type: ignore[index]
-    pixels = np.asarray(image.convert(mode))
+    pixels = np.asarray(image if image.mode == mode else image.convert(mode))
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 
 

@@ -17,9 +17,8 @@ _QUALITY = 78
 def thumbnail(item: ImageItem, size: tuple[int, int] = SIZE) -> Image.Image | None:
     """Read an image as RGB, resized to fit within ``size`` (width, height); None if it cannot be read."""
     try:
-        pixels = read_image(
-            item.path, box=item.box, max_pixels=LARGEST_PIXELS, least_side=2 * max(size), bit_depth=None
-        )
+        least_size = (2 * max(size),) * 2
+        pixels = read_image(item.path, box=item.box, max_pixels=LARGEST_PIXELS, least_size=least_size, bit_depth=None)
     except DataError:
         return None
     return ImageOps.contain(Image.fromarray(pixels.permute(1, 2, 0).numpy()), size)

@@ -12,7 +12,7 @@ from fastamp.data.transforms import Resize
 # Config keys that determine the features, in addition to the weights.
 _KEYS_OF_FEATURES = (
     *("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"),
-    *("INPUT.SIZE_TEST", "INPUT.CHANNELS", "INPUT.BIT_DEPTH", "TEST.FLIP"),
+    *("INPUT.SIZE_TEST", "INPUT.CHANNELS", "INPUT.BIT_DEPTH", "INPUT.DECODE_REDUCED", "TEST.FLIP"),
 )
 
 

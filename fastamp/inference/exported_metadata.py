@@ -92,6 +92,7 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {
     "protocol": lambda value: isinstance(value, str) and len(value) <= 200,
     "feature_width": _whole(1, _LARGEST_WIDTH),
     "bit_depth": _whole(1, 32),
+    "decode_reduced": _one_of(True, False),
     "calibration": lambda value: isinstance(value, dict),
 }
-_OPTIONAL = ("protocol", "preprocess", "bit_depth", "calibration")
+_OPTIONAL = ("protocol", "preprocess", "bit_depth", "decode_reduced", "calibration")

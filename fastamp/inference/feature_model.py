@@ -150,7 +150,7 @@ class FeatureModel(ABC):
 
     def _load(self, image: Image, color: str) -> Tensor:
         """Decode and resize an image to (C, H, W) uint8."""
-        return self.transforms.resize(decode(image, color, self.transforms, self.transforms.resize.least_side))
+        return self.transforms.resize(decode(image, color, self.transforms, self.transforms.least_size))
 
     @abstractmethod
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:

@@ -22,7 +22,9 @@ from fastamp.utils.errors import DataError
 from fastamp.utils.progress import track
 
 _EXTRACTED_BATCH, _IMAGE_BATCH = 4096, 256
-_PICTURE_SIDE, _PICTURE_QUALITY = 192, 80
+PICTURE_SIDE = 192
+"""Largest width and height of a stored picture, in pixels."""
+_PICTURE_QUALITY = 80
 _Loaded = tuple[list[Item], Tensor, list[str]]
 """Items, their features (N, D), and the errors of images that cannot be read."""
 
@@ -51,7 +53,7 @@ def make_picture(pixels: Tensor) -> bytes:
     """Encode an image (C, H, W) uint8 as a small JPEG file without metadata, at most 192 pixels wide and high."""
     array = pixels[:3].permute(1, 2, 0).numpy()
     image = PIL.Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
-    image.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
+    image.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
     file = io.BytesIO()
     image.convert("RGB").save(file, "JPEG", quality=_PICTURE_QUALITY)
     return file.getvalue()
@@ -82,7 +84,9 @@ def add_images(
         picture = None
         if given.pictures:
             limit = model.transforms.max_pixels
-            picture = make_picture(read_image(path, max_pixels=limit, least_side=_PICTURE_SIDE, bit_depth=None))
+            picture = make_picture(
+                read_image(path, max_pixels=limit, least_size=(PICTURE_SIDE, PICTURE_SIDE), bit_depth=None)
+            )
         return Item(id_of_path(gallery, path), Path(path).name, given.identity, given.camera, given.time, picture)
 
     def load(rows: list[int]) -> _Loaded:

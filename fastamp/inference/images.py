@@ -21,14 +21,14 @@ Boxes = Sequence[Sequence[float]] | np.ndarray | Tensor
 COLORS = ("rgb", "bgr")
 
 
-def decode(image: Image, color: str, transforms: Transforms, least_side: int | None = None) -> Tensor:
+def decode(image: Image, color: str, transforms: Transforms, least_size: tuple[int, int] | None = None) -> Tensor:
     """Decode an image to (C, H, W) uint8.
 
     Args:
         image: see ``Predictor.features``.
         color: channel order of arrays and tensors, one of ``COLORS``.
         transforms: number of channels C and limits of the images of a model.
-        least_side: see ``read_image``. Default: None.
+        least_size: see ``read_image``. Default: None.
 
     Raises:
         DataError: if the image cannot be read, or has a wrong shape or dtype.
@@ -40,9 +40,9 @@ def decode(image: Image, color: str, transforms: Transforms, least_side: int | N
                 f"expected an image, got the folder {os.fspath(image)}.\n"
                 "  fix: pass the files, e.g. sorted(pathlib.Path(folder).glob('*.jpg'))"
             )
-        return read_image(os.fspath(image), channels, least_side=least_side, **transforms.decoding)
+        return read_image(os.fspath(image), channels, least_size=least_size, **transforms.decoding)
     if isinstance(image, (bytes, bytearray, memoryview)):
-        return decode_image(bytes(image), channels, least_side=least_side, **transforms.decoding)
+        return decode_image(bytes(image), channels, least_size=least_size, **transforms.decoding)
     if isinstance(image, PIL.Image.Image):
         return image_from_pil(image, channels, bit_depth=transforms.bit_depth)
     return with_channels(_as_tensor(image, color), channels)

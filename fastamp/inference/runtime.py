@@ -73,6 +73,7 @@ class ExportedModel(FeatureModel):
             bit_depth=self.metadata.get("bit_depth", BIT_DEPTH),
             resize=Resize(size=tuple(size), crop=crop, interpolation=self.metadata["interpolation"]),
             size_key="INPUT.SIZE_TEST",
+            reduced=self.metadata.get("decode_reduced", False),
         )
         self.metric = self.metadata["metric"]
         self.stored_calibration = read_calibration(self.metadata, self.checkpoint)

@@ -22,7 +22,7 @@ from torch import Tensor
 from fastamp.data.decode import decode_image, jpeg_header
 from fastamp.data.image_decoder import image_decoder
 from fastamp.data.transforms import Transforms
-from fastamp.inference.gallery_source import make_picture
+from fastamp.inference.gallery_source import PICTURE_SIDE, make_picture
 from fastamp.serving.errors import RequestError
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
@@ -147,9 +147,11 @@ def _prepare(memory: int, decoder: str) -> None:
 
 def _decode(transforms: Transforms, pictures: bool, content: bytes, name: str) -> _Decoded:
     """Return the preprocessed image (C, H, W) uint8, and its picture."""
-    least_side = transforms.resize.least_side
-    pixels = decode_image(content, transforms.channels, name=name, least_side=least_side, **transforms.decoding)
-    picture = make_picture(pixels) if pictures else None
+    decode = partial(decode_image, content, transforms.channels, name=name, **transforms.decoding)
+    pixels, picture = decode(least_size=transforms.least_size), None
+    if pictures:
+        is_small = transforms.reduced and max(pixels.shape[1:]) < PICTURE_SIDE
+        picture = make_picture(decode() if is_small else pixels)
     return transforms.resize(pixels).contiguous().numpy(), picture
 
 

@@ -132,6 +132,7 @@ def test_inference_code_in_export_guide_reproduces_predictor_features(
         "center_crop": None,
         "channels": 3,
         "bit_depth": 16,
+        "decode_reduced": False,
         "color_order": "RGB",
         "normalization": "inside",
         "pixel_mean": predictor.model.pixel_mean.flatten().tolist(),

@@ -45,6 +45,7 @@ HOSTILE = {
     "protocol": [["market1501"], None, "x" * 1000, 5],
     "feature_width": [0, -1, 2**40, 10**400, "three", None, 3.5, [3], 4],
     "bit_depth": [0, 10**400, "x", None, [8]],
+    "decode_reduced": ["x", None, 1, []],
     "calibration": [
         [],
         5,

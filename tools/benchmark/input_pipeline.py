@@ -7,6 +7,10 @@ erasing. The reference uses PIL, torchvision.transforms (v1) and torch.stack. Th
 of the machine's speed does not bias the comparison. Then boxes in large frames are read in several ways. With a CUDA
 device, the benchmark also measures the fraction of a training step (ResNet-50, bf16, batch size 128) spent waiting for
 data.
+
+With --reduced, JPEG files of 4 and 8 times the size of the resized image are read without and with
+INPUT.DECODE_REDUCED in turns: ratio of the CPU time, and cosines of the features of each image (minimum, mean). The
+mean cosine of different images is what they are to be compared with.
 """
 
 import argparse
@@ -36,6 +40,8 @@ from fastamp.data.transforms import build_transforms
 from fastamp.demo import generate_demo
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine import DefaultTrainer
+from fastamp.inference import Predictor
+from fastamp.modeling import build_model
 from fastamp.utils.env import keep_freed_memory
 from fastamp.utils.errors import ConfigError
 
@@ -78,18 +84,23 @@ def fastamp_pipeline(dataset: ReidDataset) -> Callable[[list[int]], Tensor]:
     return lambda indices: dataset.__getitems__([(0, index, index) for index in indices])["images"]
 
 
-def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any]]:
-    """Return ``(name, images/s, ratio to the reference)`` for each variant."""
+def write_demo(folder: Path, size: tuple[int, int], *, train_identities: int, images_per_identity: int) -> None:
+    """Write generated pedestrians of this size."""
     generate_demo(
         folder,
-        train_identities=40,
+        train_identities=train_identities,
         test_identities=4,
-        images_per_identity=16,
+        images_per_identity=images_per_identity,
         distractors=0,
         cameras=4,
-        image_size=source,
+        image_size=size,
         workers=len(os.sched_getaffinity(0)),
     )
+
+
+def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any]]:
+    """Return ``(name, images/s, ratio to the reference)`` for each variant."""
+    write_demo(folder, source, train_identities=40, images_per_identity=16)
     paths = sorted(str(path) for path in (folder / "bounding_box_train").glob("*.jpg"))
     cfg = get_cfg()
     cfg.merge_from_file(RECIPE)
@@ -202,12 +213,93 @@ def waiting(steps: int, cache: str, augment_on: str, root: str) -> tuple[float, 
     return total / steps, waited / total
 
 
+def features_of(checkpoint: str) -> tuple[Callable[[list[Tensor]], Tensor], tuple[int, int]]:
+    """Return a function that computes features (N, D) of resized images, and their size.
+
+    Without a checkpoint, the model is a ResNet-50 with random weights.
+    """
+    if checkpoint:
+        predictor = Predictor(checkpoint, device="cpu")
+        return predictor.features_of_preprocessed, predictor.cfg.INPUT.SIZE_TEST
+    cfg = get_cfg()
+    cfg.merge_from_file(RECIPE)
+    cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "100"])
+    torch.manual_seed(0)
+    model = build_model(cfg).eval()
+
+    def features(images: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            return model({"images": torch.stack(images)})
+
+    return features, SIZE
+
+
+def write_windows(pictures: Path, size: tuple[int, int], folder: Path) -> None:
+    """Write 64 random windows of the pictures in a folder, of this size, as JPEG files.
+
+    Windows of pictures that are too small are the largest of the same shape, and are enlarged.
+    """
+    random, (height, width) = np.random.default_rng(0), size
+    files = sorted(path for path in pictures.rglob("*") if path.suffix.lower() in (".jpg", ".png"))
+    for number in range(BATCH):
+        picture = Image.open(files[number * max(len(files) // BATCH, 1) % len(files)]).convert("RGB")
+        scale = min(1, picture.height / height, picture.width / width)
+        down, across = int(scale * height), int(scale * width)
+        top, left = random.integers((picture.height - down + 1, picture.width - across + 1)).tolist()
+        window = picture.crop((left, top, left + across, top + down)).resize((width, height), Image.Resampling.BICUBIC)
+        window.save(folder / f"{number:02}.jpg", quality=90)
+
+
+def compare_reduced(paths: list[str], size: tuple[int, int], features: Callable[..., Tensor], rounds: int) -> list[Any]:
+    """Return ratio of the CPU time; minimum and mean cosine without and with reduction; that of different images."""
+    cfg = get_cfg()
+    cfg.merge_from_list(["INPUT.SIZE_TEST", str(size)])
+    off = build_transforms(cfg, is_train=False)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    images: dict[bool, list[Tensor]] = {}
+    for _ in range(rounds + 1):  # the first round warms the caches
+        for reduced, times in seconds.items():
+            began = time.process_time()
+            images[reduced] = [off._replace(reduced=reduced).read(path) for path in paths]
+            times.append(time.process_time() - began)
+    exact, found = (torch.nn.functional.normalize(features(images[reduced]).double()) for reduced in seconds)
+    cosines, others = (exact * found).sum(1), (exact @ exact.T)[~torch.eye(len(paths), dtype=torch.bool)]
+    ratio = statistics.median(a / b for a, b in zip(*(times[1:] for times in seconds.values()), strict=True))
+    return [f"{ratio:.2f}", f"{cosines.min():.5f}", f"{cosines.mean():.5f}", f"{others.mean():.3f}"]
+
+
+def report_reduced(checkpoint: str, pictures: str, rounds: int) -> None:
+    """Print the table of INPUT.DECODE_REDUCED."""
+    features, size = features_of(checkpoint)
+    torch.set_num_threads(1)
+    rows = []
+    for factor in (4, 8):
+        source = factor * size[0], factor * size[1]
+        with tempfile.TemporaryDirectory() as root:
+            folder = Path(root)
+            if pictures:
+                write_windows(Path(pictures), source, folder)
+            else:
+                write_demo(folder, source, train_identities=16, images_per_identity=4)
+                folder /= "bounding_box_train"
+            paths = sorted(str(path) for path in folder.glob("*.jpg"))
+            rows.append([f"{source[0]}x{source[1]}", *compare_reduced(paths, size, features, rounds)])
+    print(f"\nINPUT.DECODE_REDUCED, images resized to {size[0]}x{size[1]}")
+    print(tabulate(rows, ["files", "ratio", "minimum cosine", "mean", "different images"], tablefmt="github"))
+
+
 def main() -> None:
     """Run the benchmarks and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="training steps on CUDA (default: %(default)s)")
+    parser.add_argument("--reduced", action="store_true", help="compare INPUT.DECODE_REDUCED only")
+    parser.add_argument("--model", default="", help="with --reduced: checkpoint (default: ResNet-50, random weights)")
+    parser.add_argument("--images", default="", help="with --reduced: folder of pictures (default: drawn pedestrians)")
     args = parser.parse_args()
+    if args.reduced:
+        report_reduced(args.model, args.images, args.rounds)
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     keep_freed_memory()  # as a training run does on a CPU
     print(inspect_environment(device).table())

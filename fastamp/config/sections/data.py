@@ -38,6 +38,13 @@ KEYS = (
     ),
     "INPUT.DECODER",
     Key(
+        "INPUT.DECODE_REDUCED",
+        False,
+        "Decode JPEG files at 1/2, 1/4 or 1/8 of their size if at least twice the height and width to which they are "
+        "resized remains. PIL decodes these files, whichever INPUT.DECODER is set. Other files, boxes in images and "
+        "frames, arrays and PIL images are not affected. It changes the features slightly.",
+    ),
+    Key(
         "INPUT.INTERPOLATION",
         "bicubic",
         "Interpolation for resizing, as in Pillow: bicubic and bilinear are antialiased. FastReID uses bicubic, "

@@ -50,6 +50,7 @@ class Transforms(NamedTuple):
             transforms up to the first that returns images of a fixed size. Default: none.
         augment: all other transforms, applied to each batch. Default: none.
         decoder: see ``image_decoder``. Default ``"auto"``.
+        reduced: see ``read_image``. Default False.
     """
 
     channels: int
@@ -60,11 +61,22 @@ class Transforms(NamedTuple):
     augment_each: Augmentation = _NO_AUGMENTATION
     augment: Augmentation = _NO_AUGMENTATION
     decoder: str = "auto"
+    reduced: bool = False
 
     @property
     def decoding(self) -> DecodingOptions:
         """Keyword arguments for ``read_image`` and ``decode_image``."""
-        return {"max_pixels": self.max_pixels, "bit_depth": self.bit_depth, "decoder": self.decoder}
+        return {
+            "max_pixels": self.max_pixels,
+            "bit_depth": self.bit_depth,
+            "decoder": self.decoder,
+            "reduced": self.reduced,
+        }
+
+    @property
+    def least_size(self) -> tuple[int, int] | None:
+        """Argument ``least_size`` of ``read_image`` and ``decode_image`` for images that are resized as a whole."""
+        return self.resize.least_size(reduced=self.reduced)
 
     def read(self, path: str, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
         """Read an image, or only the region ``box``, and resize it; see ``read_image``.
@@ -79,7 +91,7 @@ class Transforms(NamedTuple):
 
     def read_original(self, path: str, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
         """Read an image as ``read`` does, but do not resize it."""
-        return read_image(path, self.channels, box=box, least_side=self.resize.least_side, **self.decoding)
+        return read_image(path, self.channels, box=box, least_size=self.least_size, **self.decoding)
 
     def __call__(self, image: Any) -> Tensor:
         """Resize and augment one decoded image, with random numbers from PyTorch's global generator.
@@ -175,6 +187,7 @@ def build_transforms(cfg: CfgNode, is_train: bool = True) -> Transforms:
         size_key="INPUT.SIZE_TRAIN" if is_train else "INPUT.SIZE_TEST",
         **augment,
         decoder=image_decoder(settings.DECODER).name,
+        reduced=settings.DECODE_REDUCED,
     )
 
 

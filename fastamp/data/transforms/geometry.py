@@ -80,10 +80,18 @@ class Resize:
         """Output (height, width) in pixels; None if the output size depends on the image."""
         return self.crop or (self.size if len(self.size) == 2 else None)
 
-    @property
-    def least_side(self) -> int | None:
-        """Value of the argument ``least_side`` of ``read_image``; None if images are not resized."""
-        return None if self.size == (0,) else 2 * max(self.size)
+    def least_size(self, *, reduced: bool) -> tuple[int, int] | None:
+        """Return the argument ``least_size`` of ``read_image``; None if images are not resized.
+
+        Args:
+            reduced: images of any number of pixels are decoded at reduced scale.
+        """
+        if self.size == (0,):
+            return None
+        # With less than twice the size, resizing has too few pixels to average: the features of a trained model had
+        # cosines down to 0.984 with those at full size, instead of 0.999 (tools/benchmark/input_pipeline.py --reduced).
+        height, width = (self.size[0], self.size[-1]) if reduced else (max(self.size), max(self.size))
+        return 2 * height, 2 * width
 
     def __call__(self, image: Tensor) -> Tensor:
         """Return the resized and cropped (C, H, W) uint8 image."""

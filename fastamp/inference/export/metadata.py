@@ -37,6 +37,7 @@ def export_metadata(predictor: Predictor, options: ExportOptions) -> dict[str, A
         "center_crop": None if resize.crop is None else list(resize.crop),
         "channels": cfg.INPUT.CHANNELS,
         "bit_depth": cfg.INPUT.BIT_DEPTH,
+        "decode_reduced": cfg.INPUT.DECODE_REDUCED,
         "color_order": colors,
         "normalization": "inside" if options.normalization else "outside",
         "pixel_mean": model.pixel_mean.flatten().tolist(),
