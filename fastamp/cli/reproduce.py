@@ -303,7 +303,8 @@ def measure(args: argparse.Namespace, job: Job) -> None:
     from fastamp.utils.env import peak_memory_mb
     from fastamp.zoo import find, path_of
 
-    began, results, splits = time.monotonic(), [], [{}]
+    began, results = time.monotonic(), []
+    splits: list[dict[str, Any]] = [{}]
     if torch.cuda.is_initialized():  # another row has been measured
         torch.cuda.reset_peak_memory_stats()
     if job.kind == "training":
