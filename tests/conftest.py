@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import compiled_steps
+
 # Imported here because it may start a process: the first import of the fonts on a machine, and NumPy 1.26.
 import matplotlib.font_manager  # noqa: F401
 import numpy.testing  # noqa: F401
