@@ -25,12 +25,14 @@ EXEMPT = {
         fastamp.inference.export.calibration_images load_calibration_images""",
     "the text comes from another function, object or process": """
         fastamp.amp.module_monitor _report
-        fastamp.diagnostics.precision_diagnostics before_first_step""",
+        fastamp.diagnostics.precision_diagnostics before_first_step
+        fastamp.inference.model_comparison compare_models""",
     "the run or command continues as it should, and there is nothing to change": """
         fastamp.amp.policy _warn_once
         fastamp.amp.step skip
         fastamp.checkpoint.checkpointer _newest_readable
         fastamp.checkpoint.load_state _log_mismatches
+        fastamp.checkpoint.record add_to_record
         fastamp.engine.hooks.signals _receive
         fastamp.inference.calibration write_calibrated
         fastamp.retrieval.mutable_gallery build_candidates
