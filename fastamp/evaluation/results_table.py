@@ -49,7 +49,7 @@ def _split_rows(metrics: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return the title and the values of the standard deviation over the splits (``TEST.ALL_SPLITS``)."""
     return (
         [(f"  standard deviation of {plural(len(metrics['splits']), 'split')}", metrics["std"])]
-        if "std" in metrics
+        if "splits" in metrics
         else []
     )
 

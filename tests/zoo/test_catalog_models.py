@@ -8,11 +8,17 @@ from published_files import LAYOUTS, published_shapes
 
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import state_dict_in
+from fastamp.config.projects import import_project
 from fastamp.modeling import build_model
 from fastamp.zoo.catalog import list_entries
 
 pytestmark = pytest.mark.integration
 NETWORKS = ("trunc_normal_", "kaiming_normal_", "xavier_uniform_", "normal_")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def project(unregistered):
+    import_project("CLIPReID")
 
 
 @pytest.fixture

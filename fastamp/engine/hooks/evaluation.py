@@ -222,7 +222,7 @@ def _flatten_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str
         elif name == "splits":
             for split, values in value.items():
                 yield from _flatten_metrics(split, values)
-        elif name == "std":
+        elif name == "std" and "splits" in metrics:
             yield from ((f"{prefix}/{metric} std", deviation) for metric, deviation in value.items())
         elif name == "intervals":
             for metric, (low, high) in value.items():
