@@ -30,9 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_launch_arguments(parser)
     add_key_values(parser)
-    parser.set_defaults(
-        config_source=RECIPE, config_file="", eval_only=False, plugin="", seeds=[], all_splits=False, list_config=None
-    )
+    train.set_recipe(parser, RECIPE)
+    parser.set_defaults(plugin="")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -49,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_launch_arguments(parser)
     add_plugin_argument(parser)
     add_key_values(parser)
-    parser.set_defaults(
-        config_source=RECIPE, config_file="", eval_only=False, seeds=[], all_splits=False, list_config=None
-    )
+    train.set_recipe(parser, RECIPE)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -96,6 +96,13 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return _train(cfg, args)
 
 
+def set_recipe(parser: argparse.ArgumentParser, recipe: str) -> None:
+    """Set the arguments of this command for another one that trains ``recipe`` and does not have them."""
+    parser.set_defaults(
+        config_source=recipe, config_file="", eval_only=False, seeds=[], all_splits=False, list_config=None
+    )
+
+
 def main_seeds(args: argparse.Namespace) -> dict[str, Any]:
     """Train with each of ``args.seeds``, on each split with ``args.all_splits``; return the summary of the metrics."""
     from fastamp.data.random_splits import training_splits

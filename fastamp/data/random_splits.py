@@ -6,7 +6,7 @@ from typing import Any
 
 from fastamp.config import CfgNode
 from fastamp.data.build import family_of, is_dataset_class
-from fastamp.data.datasets.base import DATASET_REGISTRY
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset
 from fastamp.utils.errors import ConfigError
 
 
@@ -21,12 +21,11 @@ def evaluated_splits(cfg: CfgNode, name: str) -> dict[str, dict[str, Any]]:
         cfg: config.
         name: name of the test set.
     """
-    keys: Mapping[str, Sequence[Any]] = {}
+    keys: dict[str, Sequence[Any]] = {}
     if cfg.TEST.ALL_SPLITS:
         is_trained = family_of(name) in map(family_of, cfg.DATASETS.NAMES)
-        keys = {**({} if is_trained else random_splits(cfg, name)), **_directions(name)}
-    splits = [dict(zip(keys, values, strict=True)) for values in itertools.product(*keys.values())]
-    return {", ".join([name, *describe_values(split)]): split for split in splits}
+        keys = ({} if is_trained else random_splits(cfg, name)) | _directions(cfg, name)
+    return {", ".join([name, *describe_values(split)]): split for split in _combinations(keys)}
 
 
 def test_set_of(title: str, names: Sequence[str]) -> str:
@@ -34,10 +33,10 @@ def test_set_of(title: str, names: Sequence[str]) -> str:
     return next((name for name in names if title == name or title.startswith(f"{name}, ")), title)
 
 
-def random_splits(cfg: CfgNode, name: str) -> Mapping[str, Sequence[Any]]:
-    """Return the config keys of the random splits of a dataset with their values; empty if it has none."""
-    component = DATASET_REGISTRY.get(name) if name in DATASET_REGISTRY else None
-    return component.random_splits(cfg) if is_dataset_class(component) else {}
+def random_splits(cfg: CfgNode, name: str) -> dict[str, Sequence[Any]]:
+    """Return the config key of the random splits of a dataset with its values; empty if it has one split."""
+    component = _dataset_class(name)
+    return _values(cfg, component.random_split_key(cfg)) if component else {}
 
 
 def training_splits(cfg: CfgNode) -> list[dict[str, Any]]:
@@ -49,8 +48,7 @@ def training_splits(cfg: CfgNode) -> list[dict[str, Any]]:
     found = {name: keys for name in cfg.DATASETS.NAMES if (keys := random_splits(cfg, name))}
     if len(found) > 1:
         raise ConfigError(f"several training sets have random splits: {', '.join(found)}.\n  fix: train on one of them")
-    keys = next(iter(found.values()), {})
-    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*keys.values())]
+    return _combinations(next(iter(found.values()), {}))
 
 
 def describe_values(values: Mapping[str, Any]) -> list[str]:
@@ -64,13 +62,33 @@ def check_has_splits(cfg: CfgNode) -> None:
     Raises:
         ConfigError: if it is True, and no test set has several random splits or directions.
     """
-    if cfg.TEST.ALL_SPLITS and not any(random_splits(cfg, name) or _directions(name) for name in cfg.DATASETS.TESTS):
+    if cfg.TEST.ALL_SPLITS and not any(
+        random_splits(cfg, name) or _directions(cfg, name) for name in cfg.DATASETS.TESTS
+    ):
         raise ConfigError(
             f"TEST.ALL_SPLITS is True, but no test set has several splits: {', '.join(cfg.DATASETS.TESTS)}.\n"
             "  fix: set TEST.ALL_SPLITS to False; CUHK03 has several with DATASETS.CUHK03.CLASSIC True"
         )
 
 
-def _directions(name: str) -> Mapping[str, Sequence[Any]]:
+def _directions(cfg: CfgNode, name: str) -> dict[str, Sequence[Any]]:
+    component = _dataset_class(name)
+    return _values(cfg, component.direction_key) if component else {}
+
+
+def _dataset_class(name: str) -> type[ImageDataset] | None:
     component = DATASET_REGISTRY.get(name) if name in DATASET_REGISTRY else None
-    return component.directions if is_dataset_class(component) else {}
+    return component if is_dataset_class(component) else None
+
+
+def _values(cfg: CfgNode, path: str) -> dict[str, Sequence[Any]]:
+    """Return a config key with all its values, which are its choices or lie between its bounds; empty for ""."""
+    return {
+        key.path: key.choices or range(int(key.low), int(key.high) + 1)  # type: ignore[arg-type]
+        for key, _ in cfg.keys_below()
+        if key.path == path
+    }
+
+
+def _combinations(keys: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*keys.values())]

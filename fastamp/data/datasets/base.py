@@ -75,8 +75,10 @@ class ImageDataset:
             are not evaluated by retrieval. Default "": that of the meta-architecture.
         protocols: values of TEST.PROTOCOL under which results on the dataset are published. Default: any.
         published_counts: split -> published numbers of images and of identities; 0 if unknown. Default: unknown.
-        directions: config key -> values that exchange query and gallery, over which the protocol averages; the training
-            images are the same. See ``random_splits``. Default: none.
+        split_key: config key that selects a random split of the identities into training and test, with bounds; the
+            protocol averages the results of all splits, see ``TEST.ALL_SPLITS``. Default "": one split.
+        direction_key: config key that exchanges query and gallery, with choices, over which the protocol also averages;
+            the training images are the same. Default "": none.
     """
 
     dataset_name = ""
@@ -92,7 +94,8 @@ class ImageDataset:
     evaluator = ""
     protocols: ClassVar[tuple[str, ...]] = ()
     published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {}
-    directions: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    split_key: ClassVar[str] = ""
+    direction_key: ClassVar[str] = ""
 
     def __init__(self, train: Items, query: Items, gallery: Items) -> None:
         self._splits: dict[str, Items] = {"train": train, "query": query, "gallery": gallery}
@@ -109,12 +112,9 @@ class ImageDataset:
         return cls(root=root)  # type: ignore[call-arg]
 
     @classmethod
-    def random_splits(cls, cfg: CfgNode) -> Mapping[str, Sequence[Any]]:
-        """Return the config keys that select a random split of the identities into training and test, with all values.
-
-        The protocol averages the results of all splits, see ``TEST.ALL_SPLITS``. Default: none.
-        """
-        return {}
+    def random_split_key(cls, cfg: CfgNode) -> str:
+        """Return ``split_key``, or "" if the dataset has one split with this config."""
+        return cls.split_key
 
     def adapt_config(self, cfg: CfgNode, training_set: Any) -> Any:
         """Return the config of a training on this dataset, before the model and the test sets are built.

@@ -3,9 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
@@ -64,6 +62,7 @@ class CUHK03(ImageDataset):
     dataset_name = "cuhk03"
     folder = "cuhk03"
     related_identities = False
+    split_key = "DATASETS.CUHK03.SPLIT"
 
     def __init__(
         self,
@@ -111,9 +110,9 @@ class CUHK03(ImageDataset):
         )
 
     @classmethod
-    def random_splits(cls, cfg: CfgNode) -> Mapping[str, Sequence[Any]]:
-        """Return the 20 splits of the classic protocol; the new protocol has one."""
-        return {"DATASETS.CUHK03.SPLIT": range(20)} if cfg.DATASETS.CUHK03.CLASSIC else {}
+    def random_split_key(cls, cfg: CfgNode) -> str:
+        """Return the key of the 20 splits of the classic protocol; the new protocol has one split."""
+        return cls.split_key if cfg.DATASETS.CUHK03.CLASSIC else ""
 
     def _read_splits(self) -> list[dict[str, list]]:
         try:

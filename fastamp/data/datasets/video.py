@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -211,7 +211,6 @@ class TwoCameraDataset(TrackletDataset):
     Attributes:
         sequences: folder of the tracklets: ``{camera}/{person}/*.png``.
         cameras: folder of each camera.
-        split_key: config key of the split.
 
     Args:
         root: data root. Default "datasets".
@@ -224,7 +223,6 @@ class TwoCameraDataset(TrackletDataset):
 
     sequences: ClassVar[str] = ""
     cameras: ClassVar[tuple[str, str]] = ("", "")
-    split_key: ClassVar[str] = ""
 
     def __init__(self, root: str | Path = "datasets", *, split: int = 0) -> None:
         super().__init__(root)
@@ -240,11 +238,6 @@ class TwoCameraDataset(TrackletDataset):
         """Build the dataset from the config key ``split_key``."""
         section = cls.split_key.split(".")[1]
         return cls(root=root, split=cfg.DATASETS[section].SPLIT)
-
-    @classmethod
-    def random_splits(cls, cfg: CfgNode) -> Mapping[str, Sequence[Any]]:
-        """Return the ten splits."""
-        return {cls.split_key: range(10)}
 
     def read_splits(self) -> list[dict[str, list[str]]]:
         """Return the splits: ``"train"`` and ``"test"`` -> names of the people's folders."""

@@ -1,9 +1,7 @@
 """VIPeR dataset."""
 
 import logging
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 
@@ -59,7 +57,8 @@ class VIPeR(FilenameDataset):
     suffix = ".bmp"
     related_identities = False
     example = "001_45.bmp (identity 1)"
-    directions: ClassVar[Mapping[str, Sequence[Any]]] = {"DATASETS.VIPER.QUERY": _CAMERAS}
+    split_key = "DATASETS.VIPER.SPLIT"
+    direction_key = "DATASETS.VIPER.QUERY"
 
     def __init__(self, root: str | Path = "datasets", *, split: int = 0, query: str = "cam_a") -> None:
         if not 0 <= split < SPLITS:
@@ -78,11 +77,6 @@ class VIPeR(FilenameDataset):
     def from_config(cls, cfg: CfgNode, root: str) -> "VIPeR":
         """Build the dataset from the config section ``DATASETS.VIPER``."""
         return cls(root=root, split=cfg.DATASETS.VIPER.SPLIT, query=cfg.DATASETS.VIPER.QUERY)
-
-    @classmethod
-    def random_splits(cls, cfg: CfgNode) -> Mapping[str, Sequence[Any]]:
-        """Return the ten splits."""
-        return {"DATASETS.VIPER.SPLIT": range(SPLITS)}
 
     def _load(self, split: str) -> list[ImageItem]:
         first, second = ([*super(VIPeR, self)._load(name)] for name in ("query", "gallery"))

@@ -5,7 +5,7 @@ The column ``modality`` is ``visible`` or ``infrared``; the latter also for RegD
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fastamp.config import CfgNode, Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
@@ -116,6 +116,7 @@ class RegDB(ImageDataset):
     dataset_name = "regdb"
     folder = "RegDB"
     protocols = ("regdb", "no_camera")
+    split_key = "DATASETS.REGDB.TRIAL"
     published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {
         "train": (4120, 206),
         "query": (2060, 206),
@@ -144,11 +145,6 @@ class RegDB(ImageDataset):
     def from_config(cls, cfg: CfgNode, root: str) -> "RegDB":
         """Build the dataset from the config section ``DATASETS.REGDB``."""
         return cls(root=root, trial=cfg.DATASETS.REGDB.TRIAL)
-
-    @classmethod
-    def random_splits(cls, cfg: CfgNode) -> Mapping[str, Sequence[Any]]:
-        """Return the ten splits."""
-        return {"DATASETS.REGDB.TRIAL": range(1, 11)}
 
     def camera(self, camid: int | str) -> str:
         """Return ``visible`` or ``thermal``."""
