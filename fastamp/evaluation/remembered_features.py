@@ -1,4 +1,4 @@
-"""Features by image, for test sets that have images in common."""
+"""Feature extraction for test sets that share images."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from fastamp.feature_pass import Forward, extract_features
 
 
 class RememberedFeatures:
-    """``extract_features`` that passes each image through the model once, also if it is in several random splits.
+    """``extract_features`` with a memory: an image in several random splits passes through the model once.
 
-    Images are distinguished by their path, so that a dataset with boxes cannot use it. Outputs of a model other than
-    one row for each image, and batches without ``img_paths``, are computed each time.
+    The path identifies an image, so datasets with boxes are not supported. Nothing is remembered of batches without
+    ``img_paths``, or of outputs that are not one row per image.
     """
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from fastamp.cli import main
+from fastamp.data import random_splits
 from fastamp.zoo import Entry, catalog
 
 OPTS = (
@@ -48,12 +49,33 @@ def server(place):
         running.shutdown()
 
 
+@pytest.fixture
+def publish(place, server, monkeypatch):
+    """Function that publishes the weights of a checkpoint, and makes them the first of few entries of the catalog."""
+
+    def publish(checkpoint, name, classes, result, others=()):
+        torch.save({"state_dict": torch.load(checkpoint, weights_only=True)["model"]}, place / f"published/{name}.pth")
+        entry = Entry(
+            name=name,
+            program="test",
+            url=f"{server}/{name}.pth",
+            recipe="Demo/bagtricks_R50",
+            keys=SMALL | {"MODEL.HEADS.NUM_CLASSES": classes},
+            loads="yes",
+            results=[result],
+        )
+        monkeypatch.setattr(catalog, "list_entries", lambda: (entry, *others))
+        monkeypatch.setattr("fastamp.zoo.list_entries", catalog.list_entries)
+
+    return publish
+
+
 def rows(place):
     return [json.loads(file.read_text()) for file in sorted((place / "rows").glob("*.json"))]
 
 
 @pytest.mark.integration
-def test_published_file_of_a_run_reproduces_its_metrics(place, server, monkeypatch, capsys):
+def test_published_file_of_a_run_reproduces_its_metrics(place, publish, capsys):
     train = ["reproduce", "Demo/bagtricks_R50", "--data", "data", "--results", "rows", "--seeds", "3"]
     assert main([*train, *TRAINED]) == 0
     (trained,) = rows(place)
@@ -61,23 +83,12 @@ def test_published_file_of_a_run_reproduces_its_metrics(place, server, monkeypat
     assert trained["data"]["Demo train"]["images"] == 1800
     assert trained["settings"]["SOLVER.MAX_EPOCH"] == "1"
 
-    weights = torch.load(place / "logs/reproduce/Demo-bagtricks_R50/seed3/model_final.pth", weights_only=True)["model"]
-    torch.save({"state_dict": weights}, place / "published/demo.pth")
     measured = trained["measured"]
     figures = {"test_set": "Demo", "mAP": measured["mAP"]["value"], "rank1": measured["Rank-1"]["value"] - 1}
-    entry = Entry(
-        name="test_demo",
-        program="test",
-        url=f"{server}/demo.pth",
-        recipe="Demo/bagtricks_R50",
-        keys=SMALL | {"MODEL.HEADS.NUM_CLASSES": 180},
-        loads="yes",
-        results=[figures | {"protocol": "no re-ranking", "source": "test"}],
-    )
     absent = [figures | {"test_set": "Market-1501"}]
-    others = (Entry(name="other", program="test", url=entry.url, recipe=entry.recipe, loads="yes", results=absent),)
-    monkeypatch.setattr(catalog, "list_entries", lambda: (entry, *others))
-    monkeypatch.setattr("fastamp.zoo.list_entries", catalog.list_entries)
+    other = Entry(name="other", program="test", url="", recipe="Demo/bagtricks_R50", loads="yes", results=absent)
+    checkpoint = place / "logs/reproduce/Demo-bagtricks_R50/seed3/model_final.pth"
+    publish(checkpoint, "test_demo", 180, figures | {"protocol": "no re-ranking", "source": "test"}, (other,))
     assert main(["reproduce", "test_demo", "--data", "data", "--results", "rows", *OPTS]) == 0
     evaluated = next(row for row in rows(place) if row["kind"] == "evaluation")
     assert evaluated["difference"]["mAP"] == pytest.approx(0, abs=1e-3)
@@ -103,9 +114,11 @@ def write_viper(place, people=8):
 
 
 @pytest.mark.integration
-def test_recipe_and_file_are_measured_on_all_random_splits(place, server, monkeypatch):
+def test_recipe_and_file_are_measured_on_all_random_splits(place, publish, monkeypatch):
     write_viper(place)
-    monkeypatch.setattr("fastamp.data.datasets.viper.SPLITS", 2)
+    all_values = random_splits._values
+    first = lambda cfg, path: {key: found[:2] for key, found in all_values(cfg, path).items()}  # noqa: E731
+    monkeypatch.setattr(random_splits, "_values", first)
     sets = ("DATASETS.NAMES", "VIPeR", "DATASETS.TESTS", "VIPeR", "TEST.ALL_SPLITS", "on", "SOLVER.IMS_PER_BATCH", "4")
     opts = [*TRAINED, *sets, "DATALOADER.NUM_INSTANCE", "2"]
     assert main(["reproduce", "Demo/bagtricks_R50", "--data", "data", "--results", "rows", *opts]) == 0
@@ -123,18 +136,7 @@ def test_recipe_and_file_are_measured_on_all_random_splits(place, server, monkey
     ]
     assert identities[0] != identities[1]
 
-    torch.save(torch.load(runs[0] / "model_final.pth", weights_only=True)["model"], place / "published/viper.pth")
-    entry = Entry(
-        name="test_viper",
-        program="test",
-        url=f"{server}/viper.pth",
-        recipe="Demo/bagtricks_R50",
-        keys=SMALL | {"MODEL.HEADS.NUM_CLASSES": 4},
-        loads="yes",
-        results=[{"test_set": "VIPeR", "rank1": 27.2, "source": "test"}],
-    )
-    monkeypatch.setattr(catalog, "list_entries", lambda: (entry,))
-    monkeypatch.setattr("fastamp.zoo.list_entries", catalog.list_entries)
+    publish(runs[0] / "model_final.pth", "test_viper", 4, {"test_set": "VIPeR", "rank1": 27.2, "source": "test"})
     assert main(["reproduce", "test_viper", "--data", "data", "--results", "rows", *OPTS]) == 0
     (evaluated,) = (row for row in rows(place) if row["kind"] == "evaluation")
     assert "4 splits" in evaluated["interval"] and evaluated["difference"].keys() == {"Rank-1"}

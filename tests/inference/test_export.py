@@ -110,7 +110,7 @@ def test_inference_code_in_export_guide_reproduces_predictor_features(
     assert run(checkpoint, path, "--device", "cpu") == 0
     out, err = capfd.readouterr()
     assert (
-        re.search(r"mAP: ([\d.]+) in PyTorch in float32, \1 exported in float32, difference [+-]0.00", out)
+        re.search(r"mAP: ([\d.]+) in PyTorch \(float32\), \1 exported \(float32\), difference [+-]0.00", out)
         and "Demo, 30 images" in out
     )
     assert all(f"random, batch of {size} " in out for size in (1, 3, 32)) and "[torch.onnx]" not in out + err

@@ -8,8 +8,8 @@ KEYS = (
     Key(
         "TEST.ALL_SPLITS",
         False,
-        "Report the mean over all random splits of the test set, and both directions of VIPeR, with the standard "
-        "deviation; if the model is trained on the dataset, over the directions of its split only.",
+        "Evaluate all random splits of the test set, VIPeR also in both directions, and report mean and standard "
+        "deviation. A model trained on the dataset is evaluated only on its own split.",
     ),
     Key("TEST.IMS_PER_BATCH", 64, "Batch size in evaluation: images per batch, over all ranks.", low=1),
     Key("TEST.NUM_WORKERS", -1, "Worker processes per rank for test images; -1 means DATALOADER.NUM_WORKERS.", low=-1),

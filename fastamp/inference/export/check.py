@@ -73,9 +73,8 @@ class ExportReport:
         text: str = tabulate(rows, headers, floatfmt=("", "", ".6f", ".6f", ".1e"))
         if self.found_map is not None:
             text += (
-                f"\nmAP: {self.expected_map:.2f} in PyTorch in float32, {self.found_map:.2f} exported in "
-                f"{self.metadata['precision']}, difference "
-                f"{self.map_difference:+.2f}"
+                f"\nmAP: {self.expected_map:.2f} in PyTorch (float32), {self.found_map:.2f} exported "
+                f"({self.metadata['precision']}), difference {self.map_difference:+.2f}"
             )
         return text
 
