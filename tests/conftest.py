@@ -7,7 +7,6 @@ import logging
 import multiprocessing.process
 import os
 import subprocess
-import sys
 
 # One core per test process; set before torch counts the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -24,11 +23,10 @@ import numpy.testing  # noqa: F401
 import pytest
 import tiny
 import torch
+from components import unregister_projects
 
 from fastamp.engine import DefaultTrainer
 from fastamp.inference import Predictor
-from fastamp.utils import registry
-from fastamp.utils.resources import resource_folder
 
 UNGUARDED_MARKS = {"end_to_end", "integration", "slow", "tune", "export", "extras", "cuda"}
 guard = {"on": False}
@@ -203,16 +201,5 @@ def fresh_state():
 @pytest.fixture(scope="module")
 def unregistered():
     """Remove the components and modules of projects that the tests of a file import."""
-    components = {components: dict(components._components) for components in registry._REGISTRIES}
-    modules, path = set(sys.modules), list(sys.path)
-    yield
-    for component, names in components.items():
-        for name in component._components.keys() - names:
-            if not registry._is_built_in(component._components[name]):  # those stay, as their modules do
-                del component._components[name]
-        component._components.update(names)
-    folder = str(resource_folder("projects"))
-    for name in set(sys.modules) - modules:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
-            del sys.modules[name]
-    sys.path[:] = path
+    with unregister_projects():
+        yield

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import gc
 import importlib
 import io
 import itertools
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from components import unregister_projects
 
 from fastamp import cli
 from fastamp.cli.options import parse_arguments
@@ -25,7 +25,6 @@ from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
 from fastamp.config.releases import current_path
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.registry import Registry
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -281,9 +280,7 @@ class _Parsed(Exception):
 def _parse_script(path: Path, arguments: list[str]) -> argparse.Namespace:
     """Run a script up to the call that parses its arguments; components that it registers are removed again."""
     parse = argparse.ArgumentParser.parse_args
-    with pytest.MonkeyPatch.context() as patch:
-        for registry in [get_object for get_object in gc.get_objects() if type(get_object) is Registry]:
-            patch.setattr(registry, "_components", {name: registry.get(name) for name in registry})
+    with unregister_projects(), pytest.MonkeyPatch.context() as patch:
 
         def stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
             raise _Parsed(parse(self, *args, **kwargs))
