@@ -34,7 +34,7 @@ from fastamp.modeling import adapt_to_training_set, build_model
 from fastamp.modeling.training_state import set_class_counts, set_epoch
 from fastamp.utils.errors import TrainingError
 from fastamp.utils.progress import ProgressBar, format_duration
-from fastamp.zoo import with_local_files
+from fastamp.zoo import warn_of_differences, with_local_files
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     Raises:
         UserError: if the config, the data or the weights are invalid, or memory runs out.
     """
+    warn_of_differences(cfg)
     cfg = with_local_files(cfg)
     loader = build_reid_train_loader(cfg)
     training_set: Any = loader.dataset

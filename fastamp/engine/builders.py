@@ -32,7 +32,7 @@ from fastamp.solver import WeightAverage, build_optimizer
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, UserError
 from fastamp.utils.logger import log_to_console
-from fastamp.zoo import with_local_files
+from fastamp.zoo import warn_of_differences, with_local_files
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,8 @@ class Builders:
         """
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("--eval-only requires MODEL.WEIGHTS.\n  fix: add MODEL.WEIGHTS path/to/model.pth")
-        cfg = with_local_files(cfg, evaluated=True)
+        warn_of_differences(cfg, evaluated=True)
+        cfg = with_local_files(cfg)
         # Built before the model, so that missing images and test sets fail early.
         loaders, precise_bn_loader = cls._build_test_loaders(cfg), cls.build_precise_bn_loader(cfg)
         for name, test in loaders.items():

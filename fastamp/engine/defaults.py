@@ -52,7 +52,7 @@ from fastamp.utils.files import write_atomically
 from fastamp.utils.lock import lock_folder, unlock_folder
 from fastamp.utils.logger import end_run_in_log, log_to_console, log_to_file
 from fastamp.utils.sharding import replicated_tensors
-from fastamp.zoo import with_local_files
+from fastamp.zoo import warn_of_differences, with_local_files
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class DefaultTrainer(Builders):
         check_is_config(cfg)
         log_to_console()
         check_loggers(cfg)
+        warn_of_differences(cfg)
         cfg = with_local_files(cfg)
         folder = Path(cfg.OUTPUT_DIR) / "profile"
         self._profile = [hooks.Profile(cfg.SOLVER.PROFILE, folder)] if cfg.SOLVER.PROFILE else []

@@ -20,7 +20,7 @@ from fastamp.layers.lora import merge_adapters
 from fastamp.modeling.meta_arch import build_model
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import expand
-from fastamp.zoo import with_local_files
+from fastamp.zoo import warn_of_differences, with_local_files
 
 logger = logging.getLogger(__name__)
 
@@ -82,12 +82,14 @@ def load_model(
         cfg = _with_options(source, device, opts)
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("MODEL.WEIGHTS is empty.\n  fix: set MODEL.WEIGHTS to the weights file")
-        cfg = with_local_files(cfg, evaluated=True)
+        warn_of_differences(cfg, evaluated=True)
+        cfg = with_local_files(cfg)
         content = read_checkpoint(cfg.MODEL.WEIGHTS)
     else:
         checkpoint = checkpoint_of(expand(source))
         content = read_checkpoint(checkpoint)
         cfg = _config_from_checkpoint(content, checkpoint, device or "auto", opts, plugin)
+        warn_of_differences(cfg, evaluated=True)
     resolved = resolve_device(requested_device(cfg))
     # MODEL.WEIGHTS overwrites the pretrained weights, and no losses are computed.
     model = build_model(cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False, "MODEL.LOSSES.NAME": ()}))

@@ -1,7 +1,7 @@
 """Published weights by name: the catalog, download, and the folder with the files."""
 
 from fastamp.zoo.catalog import PREFIX, Entry, find, list_entries, matches, names
-from fastamp.zoo.files import checkpoint, local_file, path_of, with_local_files, zoo_folder
+from fastamp.zoo.files import checkpoint, local_file, path_of, warn_of_differences, with_local_files, zoo_folder
 
 __all__ = [
     "PREFIX",
@@ -13,6 +13,7 @@ __all__ = [
     "matches",
     "names",
     "path_of",
+    "warn_of_differences",
     "with_local_files",
     "zoo_folder",
 ]

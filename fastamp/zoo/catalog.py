@@ -39,10 +39,11 @@ _COMMERCIAL = re.compile(r"\b(MIT|Apache-2\.0|BSD)\b")
 _MAX_LISTED = 12
 # Keys that change the meaning of weights without changing the shapes of their tensors.
 _PIXELS = ("MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD")
+_TEST_IMAGES = ("INPUT.SIZE_TEST", "INPUT.INTERPOLATION_TEST")
 _BACKBONE = "MODEL.BACKBONE.NAME"
 _STEM = ("MODEL.BACKBONE.STEM_RELU", "MODEL.BACKBONE.STEM_POOL")
 _HEAD = (
-    "MODEL.BACKBONE.LAST_STRIDE",
+    *(f"MODEL.BACKBONE.{name}" for name in ("LAST_STRIDE", "STRIDE_SIZE", "SIE_COE")),
     *(f"MODEL.HEADS.{name}" for name in ("NAME", "POOL_LAYER", "WITH_BNNECK", "EVAL_FEAT")),
 )
 
@@ -238,24 +239,34 @@ def differences(entry: Entry, cfg: CfgNode, *, evaluated: bool = False) -> dict[
     """Return the keys by which a config changes the meaning of weights: key -> (its value, that of the entry).
 
     These are mean and standard deviation of the pixels and, for the same backbone, its stem. Weights of a whole
-    model also have a last stride, a pooling and a neck. The number of classes is not compared, because it does not
-    change the features.
+    model also have strides, a factor of the camera embeddings, a pooling and a neck. The number of classes is not
+    compared, because it does not change the features.
 
     Args:
         entry: entry of the catalog.
         cfg: config with its weights.
-        evaluated: also compare the size of the test images, which a training may change. Default False.
+        evaluated: also compare size and resize of the test images, which a training may change. Default False.
     """
-    keys = [*_PIXELS, *(["INPUT.SIZE_TEST"] if evaluated and entry.task == "reid" else [])]
-    own = {key.path: value for key, value in entry.config().keys_below()} if entry.recipe else entry.model_keys()
+    keys = [*_PIXELS, *(_TEST_IMAGES if evaluated and entry.task == "reid" else ())]
+    own = _values(entry.config()) if entry.recipe else _with_resize(entry.model_keys())
     if own.get(_BACKBONE, cfg.MODEL.BACKBONE.NAME) == cfg.MODEL.BACKBONE.NAME:
         keys += [*_STEM, *(_HEAD if entry.task == "reid" else ())]
-    given = {key.path: value for key, value in cfg.keys_below()}
+    given = _values(cfg)
     return {
         key: (given[key], own[key])
         for key in keys
         if key in own and key in given and not _is_equal(given[key], own[key])
     }
+
+
+def _values(cfg: CfgNode) -> dict[str, Any]:
+    return _with_resize({key.path: value for key, value in cfg.keys_below()})
+
+
+def _with_resize(values: dict[str, Any]) -> dict[str, Any]:
+    """Name the resize of the test images, if it is that of the training images."""
+    is_same = values.get("INPUT.INTERPOLATION_TEST") == "same"
+    return values | ({"INPUT.INTERPOLATION_TEST": values["INPUT.INTERPOLATION"]} if is_same else {})
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -18,7 +18,7 @@ from fastamp.config import CfgNode
 from fastamp.utils.errors import ConfigError, HubError, WeightsError, system_cause, writing
 from fastamp.utils.files import expand, file_sha256, user_cache
 from fastamp.utils.lock import waiting_lock
-from fastamp.zoo.catalog import PREFIX, Entry, differences, find
+from fastamp.zoo.catalog import PREFIX, Entry, differences, find, list_entries
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +91,8 @@ def local_file(entry: Entry, *, accept_withdrawn: bool = False) -> Path:
     return path
 
 
-def with_local_files(cfg: CfgNode, *, evaluated: bool = False) -> CfgNode:
+def with_local_files(cfg: CfgNode) -> CfgNode:
     """Return a config in which the path of the file replaces each ``zoo:NAME``; files that are missing are downloaded.
-
-    A warning lists the keys that contradict the entry of MODEL.WEIGHTS, see ``differences``.
-
-    Args:
-        cfg: config.
-        evaluated: whether the weights are evaluated as they are. Default False.
 
     Raises:
         UserError: see ``local_file``.
@@ -107,14 +101,22 @@ def with_local_files(cfg: CfgNode, *, evaluated: bool = False) -> CfgNode:
     if not values:
         return cfg
     accept = bool(cfg.MODEL.WEIGHTS_ACCEPT_WITHDRAWN)
-    if "MODEL.WEIGHTS" in values:
-        _warn_of_differences(find(cfg.MODEL.WEIGHTS), cfg, evaluated)
     return cfg.with_values({key: _replaced(value, accept) for key, value in values.items()})
 
 
-def _warn_of_differences(entry: Entry, cfg: CfgNode, evaluated: bool) -> None:
-    found = differences(entry, cfg, evaluated=evaluated)
-    if found:
+def warn_of_differences(cfg: CfgNode, *, evaluated: bool = False) -> None:
+    """Warn of the keys that contradict the entry of MODEL.WEIGHTS, which is ``zoo:NAME`` or the path of its file.
+
+    Args:
+        cfg: config.
+        evaluated: whether the weights are evaluated as they are, see ``differences``. Default False.
+
+    Raises:
+        ConfigError: if the name is unknown or ambiguous.
+    """
+    entry = _entry_of(cfg.MODEL.WEIGHTS)
+    found = differences(entry, cfg, evaluated=evaluated) if entry else {}
+    if entry and found:
         listed = "".join(f"\n  {key}: {given}, published with {own}" for key, (given, own) in found.items())
         logger.warning(
             "the config contradicts the published weights %s%s: their features differ from the published ones.%s\n"
@@ -123,6 +125,16 @@ def _warn_of_differences(entry: Entry, cfg: CfgNode, evaluated: bool) -> None:
             entry.name,
             listed,
         )
+
+
+def _entry_of(weights: str) -> Entry | None:
+    """Return the entry that MODEL.WEIGHTS names, or whose file it is; None for other weights."""
+    if weights.startswith(PREFIX):
+        return find(weights)
+    path = Path(os.path.abspath(expand(weights)))
+    if path.parent != Path(os.path.abspath(zoo_folder())):
+        return None
+    return next((entry for entry in list_entries() if path_of(entry).name == path.name), None)
 
 
 def _names_entry(value: Any) -> bool:

@@ -296,6 +296,8 @@ DIFFERENCES = {
     "MODEL.BACKBONE.STEM_RELU": False,
     "MODEL.BACKBONE.STEM_POOL": "ceil",
     "MODEL.BACKBONE.LAST_STRIDE": 2,
+    "MODEL.BACKBONE.STRIDE_SIZE": [12, 12],
+    "MODEL.BACKBONE.SIE_COE": 1.5,
     "MODEL.HEADS.POOL_LAYER": "GlobalMaxPool",
     "MODEL.HEADS.WITH_BNNECK": False,
     "MODEL.HEADS.EVAL_FEAT": "before",
@@ -309,10 +311,11 @@ def test_differences_are_those_that_change_the_meaning_of_the_weights():
     for key, value in DIFFERENCES.items():
         found = differences(entry, cfg.with_values({key: value} | allowed))
         assert list(found) == [key] and found[key][1] != found[key][0], key
-    smaller = cfg.with_values({"INPUT.SIZE_TEST": [64, 32]})
-    assert differences(entry, smaller) == {} and list(differences(entry, smaller, evaluated=True)) == [
-        "INPUT.SIZE_TEST"
-    ]
+    for key, value in {"INPUT.SIZE_TEST": [64, 32], "INPUT.INTERPOLATION_TEST": "nearest"}.items():
+        resized = cfg.with_values({key: value})
+        assert differences(entry, resized) == {} and list(differences(entry, resized, evaluated=True)) == [key]
+    same = {"INPUT.INTERPOLATION": "bilinear", "INPUT.INTERPOLATION_TEST": cfg.INPUT.INTERPOLATION}
+    assert differences(entry, cfg.with_values(same), evaluated=True) == {}
     other = cfg.with_values(DIFFERENCES | {"MODEL.BACKBONE.NAME": "build_osnet_backbone"})
     assert list(differences(entry, other)) == ["MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"]
     backbone = replace(entry, task="backbone")
@@ -321,16 +324,28 @@ def test_differences_are_those_that_change_the_meaning_of_the_weights():
     assert "MODEL.PIXEL_MEAN" in differences(without_recipe, cfg.with_values(DIFFERENCES))
 
 
-def test_contradicting_config_is_named_once(saved, caplog):
-    entry = zoo.find(OPEN)
-    cfg = entry.config().with_values({"MODEL.WEIGHTS": f"zoo:{OPEN}", "MODEL.PIXEL_STD": [1.0, 1.0, 1.0]})
-    resolved = zoo.with_local_files(zoo.with_local_files(cfg))
-    assert str(saved) == resolved.MODEL.WEIGHTS
-    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+STD = ["MODEL.PIXEL_STD", "[1.0, 1.0, 1.0]"]
+CONTRADICTORY = {
+    "config with a name": lambda: load_model(
+        zoo.find(OPEN).config().with_values({"MODEL.WEIGHTS": f"zoo:{OPEN}"}), opts=STD, device="cpu"
+    ),
+    "name in Python": lambda: fastamp.from_pretrained(OPEN, opts=STD, device="cpu"),
+    "name of a command": lambda: main(["extract", OPEN, str(zoo.zoo_folder()), "-o", "x.npz", *STD]),  # no images
+}
+
+
+@pytest.mark.parametrize("given", CONTRADICTORY)
+def test_keys_that_contradict_the_entry_are_named_once(saved, caplog, given):
+    caplog.set_level("WARNING")
+    CONTRADICTORY[given]()
+    (warning,) = (text for text in caplog.messages if "contradict" in text)
     assert "MODEL.PIXEL_STD" in warning and "MODEL.PIXEL_MEAN" not in warning and "fix: " in warning
-    caplog.clear()
-    zoo.with_local_files(entry.config().with_values({"MODEL.WEIGHTS": f"zoo:{OPEN}"}), evaluated=True)
-    assert not caplog.records
+
+
+def test_config_of_the_entry_is_not_contradictory(saved, caplog):
+    fastamp.from_pretrained(OPEN, device="cpu", opts=["TEST.FLIP", "True", "MODEL.HEADS.NUM_CLASSES", "3"])
+    zoo.warn_of_differences(read_config("", ["MODEL.WEIGHTS", str(saved.with_name("mine.pth")), *STD]))
+    assert not [text for text in caplog.messages if "contradict" in text]
 
 
 @pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES])

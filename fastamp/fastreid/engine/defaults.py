@@ -41,7 +41,7 @@ from fastamp.fastreid.utils.events import CommonMetricPrinter, EventStorage, Run
 from fastamp.modeling import adapt_to_training_set
 from fastamp.utils import comm
 from fastamp.utils.arguments import default_argument_parser
-from fastamp.zoo import with_local_files
+from fastamp.zoo import warn_of_differences, with_local_files
 
 logger = logging.getLogger(__name__)
 
@@ -393,6 +393,7 @@ class DefaultPredictor:
     """
 
     def __init__(self, cfg: CfgNode) -> None:
+        warn_of_differences(cfg, evaluated=True)
         self.cfg = with_local_files(cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False}))
         self.model = build_model(self.cfg).eval()
         Checkpointer(
