@@ -55,6 +55,9 @@ _MAX_SEGMENTS, _MAX_FILL_BYTES = 10_000, 2**16
 # Larger JPEG files (16.8 million pixels) are decoded at reduced scale if that is sufficient.
 _MAX_FULL_SIZE_PIXELS = 2**24
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
+_METADATA, _EXIF = 0xE1, b"Exif\0\0"
+# An orientation in XMP, or a tag of EXIF with a type other than SHORT, in both byte orders.
+_OTHER_ORIENTATION = re.compile(rb"Orientation|\x01\x12\0[^\x03]|\x12\x01[^\x03]\0", re.DOTALL)
 # Pixel formats only: PIL runs external programs for others, such as Ghostscript for PostScript.
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
@@ -184,16 +187,17 @@ def decode_image(
     content = content if isinstance(content, bytearray) else bytearray(content)
     if not content:
         raise DataError(f"cannot read the image {path}: the file is empty")
-    width, height = 0, 0
+    width, height, usual = 0, 0, False
     if content[:2] == JPEG_START:
-        width, height, _ = check_jpeg(content, path)
+        header = check_jpeg(content, path)
+        width, height, usual = header.width, header.height, header.has_usual_orientation()
         check_pixels(path, width, height, max_pixels)
     if not (reduced or width * height > _MAX_FULL_SIZE_PIXELS) or not _is_twice(width, height, least_size):
         least_size = None
     # torchvision 0.29 aborts the process on corrupt PNG files, ignores the orientation of WebP files, decodes all
     # frames of an animation, and has no scaled decoding; no decoder can be limited if the declared size was not found.
     decode = image_decoder(decoder).decode
-    if decode is None or not width * height or channels == 4 or least_size is not None:
+    if decode is None or not (usual and width * height) or channels == 4 or least_size is not None:
         mode = "RGBA" if channels == 4 else "RGB"
         image = _decode_with_pil(content, path, mode, max_pixels, least_size, bit_depth)
     else:
@@ -236,11 +240,21 @@ def check_mode(image: Image.Image) -> None:
 
 
 class JpegHeader(NamedTuple):
-    """Size and number of scans of a JPEG file; 0 if they were not found."""
+    """Size and number of scans of a JPEG file, 0 if they were not found, and its segments of EXIF and XMP."""
 
     width: int
     height: int
     scans: int
+    metadata: list[bytes | bytearray]
+
+    def has_usual_orientation(self) -> bool:
+        """Return True if all decoders find the same orientation: only PIL reads others than of EXIF that comes first."""
+        exif, others = self.metadata[:1], self.metadata[1:]
+        return (
+            all(part.startswith(_EXIF) for part in exif)
+            and not any(part.startswith(_EXIF) for part in others)
+            and not any(_OTHER_ORIENTATION.search(part) for part in self.metadata)
+        )
 
 
 def jpeg_header(content: bytes | bytearray, path: str) -> JpegHeader:
@@ -257,6 +271,7 @@ def jpeg_header(content: bytes | bytearray, path: str) -> JpegHeader:
     """
     width = height = scans = segments = fill = components = 0
     progressive, offset = False, 2
+    metadata: list[bytes | bytearray] = []
     while (segment := _MARKER.search(content, offset)) and segment.end() + 2 <= len(content):
         marker, start = content[segment.end() - 1], segment.end()
         if not scans:  # compressed data follow a scan
@@ -278,7 +293,9 @@ def jpeg_header(content: bytes | bytearray, path: str) -> JpegHeader:
                 break  # decoders stop after a scan with all components
         has_length = marker not in (_TEMPORARY, _START_OF_IMAGE)
         offset = start + (max(2, int.from_bytes(content[start : start + 2], "big")) if has_length else 0)
-    return JpegHeader(width, height, scans)
+        if marker == _METADATA:
+            metadata.append(content[start + 2 : offset])
+    return JpegHeader(width, height, scans, metadata)
 
 
 def check_jpeg(content: bytes | bytearray, path: str) -> JpegHeader:
@@ -288,7 +305,7 @@ def check_jpeg(content: bytes | bytearray, path: str) -> JpegHeader:
         DataError: if not, see ``MAX_SCANS`` and ``jpeg_header``.
     """
     header = jpeg_header(content, path)
-    width, height, scans = header
+    width, height, scans, _ = header
     if scans > MAX_SCANS or (scans > 1 and scans * width * height > _MAX_SCANNED_PIXELS):
         raise DataError(
             f"the image {path} has {width} x {height} pixels and at least {scans} scans; at most {MAX_SCANS} scans and "

@@ -119,7 +119,7 @@ def is_usual(content: bytes) -> bool:
     if content[:2] != b"\xff\xd8" or len(content) > _THREAD_BYTES:
         return False
     try:
-        width, height, scans = jpeg_header(content, "")
+        width, height, scans, _ = jpeg_header(content, "")
     except DataError:
         return False
     return 0 < width * height <= _THREAD_PIXELS and scans <= _THREAD_SCANS

@@ -1,5 +1,6 @@
 import importlib.metadata
 import io
+import struct
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ def encoded(kind="JPEG", *, mode="RGB", size=(37, 61), orientation=1, **options)
     small = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
     image = Image.fromarray(small).resize(size, Image.Resampling.BICUBIC).convert(mode)
     exif = image.getexif()
-    exif[0x112] = orientation
+    if orientation != 1:
+        exif[0x112] = orientation
     file = io.BytesIO()
     image.save(file, kind, exif=exif, **options)
     return file.getvalue()
@@ -61,6 +63,39 @@ def test_decoded_pixels_equal_those_of_pil(name, subtests):
             expected = torch.from_numpy(np.atleast_3d(np.array(opened))).permute(2, 0, 1)
             with subtests.test(case=case, channels=channels):
                 assert torch.equal(image, expected)
+
+
+def app1(content):
+    return b"\xff\xe1" + struct.pack(">H", len(content) + 2) + content
+
+
+def exif(orientation, *, kind=3, order=">"):
+    """Encode an orientation as a tag of ``kind`` 3 (16 bits) or 4 (32 bits)."""
+    value = struct.pack(f"{order}{'HH' if kind == 3 else 'I'}", *(orientation, 0)[: 5 - kind])
+    tag = struct.pack(f"{order}HHI", 0x112, kind, 1) + value
+    start = {">": b"MM", "<": b"II"}[order] + struct.pack(f"{order}HIH", 42, 8, 1)
+    return app1(b"Exif\0\0" + start + tag + bytes(4))
+
+
+def test_all_decoders_find_the_orientation_that_pil_finds(name, subtests):
+    plain = encoded()
+    xmp = app1(b'http://ns.adobe.com/xap/1.0/\0<rdf:Description tiff:Orientation="6"/>')
+    cases = {
+        **{f"EXIF {number}{order}": exif(number, order=order) for number in range(10) for order in "<>"},
+        **{f"32 bits {order}": exif(6, kind=4, order=order) for order in "<>"},
+        "XMP": xmp,
+        "EXIF before XMP": exif(3) + xmp,
+        "EXIF after XMP": xmp + exif(3),
+        "EXIF twice": exif(3) + exif(6),
+    }
+    shapes = set()
+    for case, segments in cases.items():
+        content = plain[:2] + segments + plain[2:]
+        expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))))
+        shapes.add(expected.shape)
+        with subtests.test(case=case):
+            assert np.array_equal(decode_image(content, decoder=name).permute(1, 2, 0), expected)
+    assert len(shapes) == 2
 
 
 def test_damaged_files_raise_data_errors(name, tmp_path):

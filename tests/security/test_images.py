@@ -154,10 +154,10 @@ def test_scans_fill_bytes_and_restarts_of_usual_files_are_read(tmp_path):
         (tmp_path / "a.jpg").write_bytes(content)
         for channels in (1, 3, 4):
             assert read_image(str(tmp_path / "a.jpg"), channels).shape[0] == channels
-    assert jpeg_header(scans(12), "") == (64, 64, 12)
-    assert jpeg_header(plain[:2] + b"\xff" * 1000 + plain[2:], "") == (8, 8, 1)
-    assert jpeg_header(sequential_scans(3), "") == (64, 64, 3)
-    assert jpeg_header(plain[:10], "") == (0, 0, 0)
+    assert jpeg_header(scans(12), "")[:3] == (64, 64, 12)
+    assert jpeg_header(plain[:2] + b"\xff" * 1000 + plain[2:], "")[:3] == (8, 8, 1)
+    assert jpeg_header(sequential_scans(3), "")[:3] == (64, 64, 3)
+    assert jpeg_header(plain[:10], "")[:3] == (0, 0, 0)
 
 
 def test_reading_a_damaged_png_raises_instead_of_crashing(tmp_path):
