@@ -29,19 +29,26 @@ def low_precisions(text: str) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def examine_machine(device: str) -> bool:
-    """Print the environment and its problems; return True if no problem was found."""
+def examine_machine(device: str, decoder: str) -> bool:
+    """Print the environment and its problems; return True if no problem was found.
+
+    Raises:
+        ConfigError: if ``MODEL.DEVICE`` or ``INPUT.DECODER`` is not available.
+    """
     import torch
 
     from fastamp.amp import resolve_device
+    from fastamp.data.image_decoder import image_decoder
     from fastamp.diagnostics.environment import inspect_environment
 
+    decoder = image_decoder(decoder).name
     try:
-        machine = inspect_environment(resolve_device(device), asked=device, train=True)
+        machine = inspect_environment(resolve_device(device), asked=device, decoder=decoder, train=True)
     except ConfigError:
         if not device.startswith("cuda"):
             raise
-        machine = inspect_environment(torch.device("cpu"), asked=device, train=True)  # its table has the reason
+        # Its table has the reason.
+        machine = inspect_environment(torch.device("cpu"), asked=device, decoder=decoder, train=True)
     print(machine.table())
     for problem in machine.problems:
         print(f"problem: {problem}")
@@ -114,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             cfg = read_config("", ["MODEL.DEVICE", "auto", *args.opts], plugin=args.plugin)
         set_cublas_workspace(cfg)  # the check of the machine computes matrix products
-        healthy = examine_machine(requested_device(cfg))
+        healthy = examine_machine(requested_device(cfg), cfg.INPUT.DECODER)
     if has_config or not args.env:
         healthy = examine_model(args) and healthy
     return int(not healthy)

@@ -16,7 +16,7 @@ CONFIG, CHECKPOINT, RUN = "config", "checkpoint", "run folder"
 HUB_PREFIX, ZOO_PREFIX = "hf://", "zoo:"
 _YAML = (".yml", ".yaml")
 # Keys of the machine that trained, not of the model.
-_MACHINE_KEYS = ("OUTPUT_DIR", "DIST_TIMEOUT_MINUTES", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR")
+_MACHINE_KEYS = ("OUTPUT_DIR", "DIST_TIMEOUT_MINUTES", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR", "INPUT.DECODER")
 
 
 def model_source(text: str) -> str:

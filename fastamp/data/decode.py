@@ -248,7 +248,7 @@ class JpegHeader(NamedTuple):
     metadata: list[bytes | bytearray]
 
     def has_usual_orientation(self) -> bool:
-        """Return True if all decoders find the same orientation: only PIL reads others than of EXIF that comes first."""
+        """Return True if all decoders find the same orientation, i.e. there is none or that of EXIF, which is first."""
         exif, others = self.metadata[:1], self.metadata[1:]
         return (
             all(part.startswith(_EXIF) for part in exif)
@@ -486,6 +486,8 @@ def _pil_pixels(image: Image.Image, mode: str, path: str, bit_depth: int | None)
         image = Image.fromarray(reduce_bits(np.asarray(image), path, bit_depth))
     elif is_reduced and bit_depth is not None:
         _warn_if_dark(256 * max(band[1] for band in image.getextrema()[:3]), path, bit_depth, "save it with 8 bits")  # type: ignore[index]
+    if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
+        image = image.convert("RGBA")  # otherwise PIL prints a warning about each file
     pixels = np.asarray(image if image.mode == mode else image.convert(mode))
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 

@@ -122,7 +122,7 @@ def _config_from_checkpoint(content: Any, checkpoint: Path, device: str, opts: S
     cfg = get_cfg(plugin)
     merge_from_checkpoint(cfg, content, checkpoint)
     machine = ["MODEL.DEVICE", device, "MODEL.COMPILE", "off", "MODEL.BACKBONE.SCAN", "torch"]
-    cfg.merge_from_list([*machine, "MODEL.HEADS.NUM_CLASSES", 0])
+    cfg.merge_from_list([*machine, "INPUT.DECODER", "auto", "MODEL.HEADS.NUM_CLASSES", 0])
     cfg.merge_from_list(opts)
     cfg.merge_from_list(["MODEL.WEIGHTS", str(checkpoint)])
     cfg.freeze()

@@ -220,11 +220,16 @@ def _check(backend: str, mode: str, device: str) -> None:
             f"MODEL.COMPILE_MODE is {mode}, which only the backend inductor has, but MODEL.COMPILE is {backend}.\n"
             "  fix: set MODEL.COMPILE to inductor, or MODEL.COMPILE_MODE to default"
         )
-    if mode == "reduce-overhead" and device != "cuda":
-        raise ConfigError(
-            f"MODEL.COMPILE_MODE is reduce-overhead, which uses CUDA graphs, but MODEL.DEVICE is {device}.\n"
-            "  fix: set MODEL.COMPILE_MODE to default"
-        )
+    graphs = {
+        "MODEL.COMPILE is cudagraphs": backend == "cudagraphs",
+        "MODEL.COMPILE_MODE is reduce-overhead": mode == "reduce-overhead",
+    }
+    for setting, is_set in graphs.items():
+        if is_set and device != "cuda":
+            raise ConfigError(
+                f"{setting}, which uses CUDA graphs, but MODEL.DEVICE is {device}.\n"
+                f"  fix: set {'MODEL.COMPILE to inductor' if mode == 'default' else 'MODEL.COMPILE_MODE to default'}"
+            )
     if backend == "inductor" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
         raise ConfigError(
             "MODEL.COMPILE is inductor, which needs a C++ compiler, but g++, c++ and clang++ were not found.\n"

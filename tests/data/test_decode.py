@@ -128,6 +128,14 @@ def test_png_pixels_with_the_transparent_color_have_alpha_0(tmp_path, write_imag
     assert image[3, 2, 3] == 0 and image[3].float().mean() > 200
 
 
+def test_palettes_with_several_alpha_values_cause_no_warning(tmp_path, recwarn):
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 6, 3), dtype=np.uint8)
+    Image.fromarray(pixels).quantize(16).save(tmp_path / "a.png", transparency=bytes(range(16)))
+    read = {channels: read_image(str(tmp_path / "a.png"), channels) for channels in MODES}
+    assert not recwarn.list
+    assert all(torch.equal(image, pil(tmp_path / "a.png", channels)) for channels, image in read.items())
+
+
 def test_images_with_16_bit_channels_keep_the_upper_8_bits(tmp_path, subtests):
     for name in ("a.png", "a.tif"):
         for channels in MODES:

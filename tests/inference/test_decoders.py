@@ -4,10 +4,14 @@ import io
 from functools import partial
 
 import numpy as np
+import pytest
+import torch
 from PIL import Image
 
 from fastamp import Predictor
+from fastamp.cli.source import evaluation_config
 from fastamp.data import decode
+from fastamp.data import image_decoder as module
 from fastamp.data.image_decoder import KEYS, image_decoder
 from fastamp.inference.extract import extract
 from fastamp.serving.decoding import _decode
@@ -44,6 +48,20 @@ def features(checkpoint, folder, name, out, used, monkeypatch):
             extract(model, str(folder), out / f"{folder.name}-{name}.npz")[0].matrix,
         )
     return np.stack([np.asarray(way) for way in ways])
+
+
+def test_a_checkpoint_is_used_without_the_decoder_of_its_training(checkpoint, tmp_path, monkeypatch):
+    image_decoder.cache_clear()
+    monkeypatch.setitem(module._LOADERS, "torchcodec", ("no-such-package", None))
+    content = torch.load(checkpoint, weights_only=True)
+    cfg = Predictor(checkpoint, device="cpu").cfg
+    content["config"] = cfg.with_values({"INPUT.DECODER": "torchcodec"}).dump()
+    torch.save(content, tmp_path / "other.pth")
+    assert Predictor(tmp_path / "other.pth", device="cpu").transforms.decoder != "torchcodec"
+    assert evaluation_config("", [], source=str(tmp_path / "other.pth"))[0].INPUT.DECODER == "auto"
+    with pytest.raises(ConfigError, match=r"INPUT\.DECODER"):
+        Predictor(tmp_path / "other.pth", device="cpu", opts=["INPUT.DECODER", "torchcodec"])
+    image_decoder.cache_clear()
 
 
 def test_features_do_not_depend_on_the_decoder(checkpoint, tmp_path, monkeypatch):

@@ -260,6 +260,7 @@ INVALID = {
     ),
     "COMPILE_MODE.*aot_eager": ("MODEL.COMPILE", "aot_eager", "MODEL.COMPILE_MODE", "max-autotune"),
     "reduce-overhead.*cpu": ("MODEL.COMPILE", "on", "MODEL.COMPILE_MODE", "reduce-overhead"),
+    "cudagraphs.*cpu": ("MODEL.COMPILE", "cudagraphs"),
     "COMPILE_MODE.*'fast'": ("MODEL.COMPILE_MODE", "fast"),
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ import yaml
 from torch import nn
 
 from fastamp.config import read_config
+from fastamp.data import image_decoder
 from fastamp.diagnostics.doctor import diagnose
 from fastamp.diagnostics.doctor_report import FOLDER
 from fastamp.modeling import BACKBONE_REGISTRY
@@ -208,6 +209,14 @@ def test_doctor_with_env_flag_reports_missing_cuda(capfd):
 def test_doctor_with_env_flag_exits_with_2_for_unknown_device(capfd):
     assert amp_doctor.cli(["--env", "MODEL.DEVICE", "nonsense"]) == 2
     assert "MODEL.DEVICE: unknown device 'nonsense'" in capfd.readouterr().err
+
+
+def test_doctor_with_env_flag_exits_with_2_for_a_missing_decoder(capfd, monkeypatch):
+    image_decoder.image_decoder.cache_clear()
+    monkeypatch.setitem(image_decoder._LOADERS, "torchcodec", ("no-such-package", None))
+    assert amp_doctor.cli(["--env", "INPUT.DECODER", "torchcodec"]) == 2
+    assert "INPUT.DECODER" in capfd.readouterr().err
+    image_decoder.image_decoder.cache_clear()
 
 
 def test_doctor_with_env_flag_and_config_file_checks_machine_and_model(demo, tmp_path, capfd):

@@ -37,7 +37,8 @@ KEYS = (
     Key(
         "MODEL.COMPILE",
         "off",
-        "Backend of torch.compile for MODEL.COMPILE_REGION. Compilation takes minutes and is useful for long runs.",
+        "Backend of torch.compile for MODEL.COMPILE_REGION; cudagraphs requires CUDA. Compilation takes minutes and is "
+        "useful for long runs.",
         choices=("off", "inductor", "aot_eager", "cudagraphs"),
         aliases={"on": "inductor", "true": "inductor", "false": "off"},
     ),
