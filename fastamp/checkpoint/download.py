@@ -3,6 +3,7 @@
 import http.client
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ FIRST_WAIT = 1.0
 _TIMEOUT = 30.0  # seconds without data
 _MIB = 2**20
 _TEMPORARY = (408, 416, 425, 429, 500, 502, 503, 504)
-_PAGE = (b"<!doctype", b"<html", b"<?xml")
+_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|!--|\?xml|html|head|meta|title|body|script)", re.IGNORECASE)
 
 
 class DownloadError(Exception):
@@ -45,7 +46,7 @@ def is_offline() -> bool:
 
 def is_page(content: bytes) -> bool:
     """Return True if the first bytes of a file are those of a web page."""
-    return content.lstrip()[:9].lower().startswith(_PAGE)
+    return _PAGE.match(content) is not None
 
 
 def download(url: str, path: Path, *, sha256: str = "", size: int | None = None) -> None:

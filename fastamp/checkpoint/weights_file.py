@@ -21,7 +21,7 @@ from fastamp.checkpoint.pickle_limits import PickleLimitError, check_pickle
 from fastamp.checkpoint.record import read_record
 from fastamp.checkpoint.safetensors_file import read_safetensors
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
-from fastamp.utils.files import FORMAT_KEY, check_format, check_not_device, expand, real_path, write_atomically
+from fastamp.utils.files import FORMAT_KEY, check_format, check_not_device, expand, is_zip, real_path, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ def _check_archive(path: Path) -> None:
         WeightsError: if the file is a tar archive, which PyTorch would unpack to disk; if it is a TorchScript archive;
             or if it is compressed, because ``torch.save`` never compresses and decompression could exhaust memory.
     """
-    if not _is_zip(path):
+    if not is_zip(path):
         if tarfile.is_tarfile(path):
             raise WeightsError(
                 f"weights file {path} is a tar archive, which PyTorch 0.1 wrote and which is no longer supported.\n"
@@ -283,13 +283,6 @@ def _check_pickles(path: Path) -> None:
             check_pickle(file, hash_items=number == _LEGACY_PICKLES - 1)
 
 
-def _is_zip(path: Path) -> bool:
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # a multi-volume archive
-        return False
-
-
 def _unsupported_object(error: Exception) -> str:
     """Extract from PyTorch's error the name of the type that it refused to load; empty for other errors."""
     match = re.search(r"GLOBAL (\S+)|but got <class '([^']+)'>", str(error))
@@ -302,7 +295,7 @@ def _describe_damage(path: Path) -> str:
         return "the file is empty"
     with path.open("rb") as file:
         is_archive = file.read(2) == b"PK"
-    if is_archive and not _is_zip(path):
+    if is_archive and not is_zip(path):
         return "it is truncated: the end of the archive is missing"
     return "it was not written by torch.save"
 

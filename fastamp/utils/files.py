@@ -10,6 +10,7 @@ import select
 import stat
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +31,14 @@ def expand(path: str | os.PathLike[str]) -> Path:
 def user_cache() -> Path:
     """Return the folder for files that can be made or downloaded again: ``$XDG_CACHE_HOME/fastamp``."""
     return expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fastamp"
+
+
+def is_zip(path: Path) -> bool:
+    """Return True if a file has the end of a zip archive, such as those of ``torch.save``."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # a multi-volume archive
+        return False
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:

@@ -16,7 +16,7 @@ from fastamp.checkpoint.hub_client import download_file
 from fastamp.checkpoint.record import add_to_record, read_record, record_of
 from fastamp.config import CfgNode
 from fastamp.utils.errors import ConfigError, HubError, WeightsError, system_cause, writing
-from fastamp.utils.files import expand, file_sha256, user_cache
+from fastamp.utils.files import expand, file_sha256, is_zip, user_cache
 from fastamp.utils.lock import waiting_lock
 from fastamp.zoo.catalog import PREFIX, Entry, differences, find, list_entries
 
@@ -27,6 +27,7 @@ FOLDER = "FASTAMP_ZOO"
 ACCEPT_KEY = "MODEL.WEIGHTS_ACCEPT_WITHDRAWN"
 _KEPT_SUFFIXES = (".safetensors", ".onnx", ".xml")
 _PAGE_BYTES = 1024
+_ZIP = b"PK\x03\x04"  # of the files that torch.save writes
 
 
 def zoo_folder() -> Path:
@@ -209,10 +210,9 @@ def _check(entry: Entry, path: Path) -> None:
             f"{path} cannot be read: {system_cause(error)}.\n"
             f"  fix: remove it, or make it readable; {entry.name} lies at {_place(entry)}"
         ) from error
-    if not start or (path.suffix != ".xml" and is_page(start)):
-        found = "a web page, e.g. of a login or a confirmation" if start else "empty"
+    if problem := _problem(path, start):
         raise WeightsError(
-            f"{path} is {found}, and not the file of {entry.name}.\n"
+            f"{path} is {problem}, and not the file of {entry.name}.\n"
             f"  fix: delete it, download the file from {_place(entry)} and save it as {path}"
         )
     known_size, known = entry.size or recorded.get("size"), entry.sha256 or recorded.get("sha256") or entry.hash_suffix
@@ -226,3 +226,13 @@ def _check(entry: Entry, path: Path) -> None:
             f"  fix: delete it and {record_of(path)} to download it again{replaced}"
         )
     add_to_record(path, {"url": entry.url, "size": size, "modified_ns": stat.st_mtime_ns, "sha256": sha256})
+
+
+def _problem(path: Path, start: bytes) -> str:
+    """Describe why a file that begins with ``start`` cannot be the published one; empty if it can be."""
+    if not start:
+        return "empty"
+    if path.suffix != ".xml" and is_page(start):
+        return "a web page, e.g. of a login or a confirmation"
+    is_truncated = start.startswith(_ZIP) and not is_zip(path)
+    return "truncated (the end of the archive is missing)" if is_truncated else ""

@@ -96,7 +96,11 @@ def test_changed_file_and_file_with_another_published_hash_are_refused(saved, fo
 
 def test_web_page_empty_file_and_folder_are_refused_without_a_record(folder):
     path, entry = folder / f"{OPEN}.pth", zoo.find(OPEN)
-    for content in (b"\n<!DOCTYPE html><title>Sign in</title>", b""):
+    torch.save(torch.zeros(9), folder / "whole")
+    truncated = (folder / "whole").read_bytes()[:-30]
+    (folder / "whole").unlink()
+    pages = (b"\n<!DOCTYPE html><title>Sign in</title>", b"\xef\xbb\xbf<!-- quota --><html></html>", b"<script>")
+    for content in (*pages, b"", truncated):
         path.write_bytes(content)
         with pytest.raises(WeightsError, match=OPEN):
             zoo.local_file(entry)

@@ -46,6 +46,8 @@ class Handler(BaseHTTPRequestHandler):
             content, status = b"busy", 503
         elif kind == "page":
             content, headers = b"<!DOCTYPE html><title>Confirm</title>", {"Content-Type": "text/html; charset=utf-8"}
+        elif kind == "truncated":  # by the server, which states the length of what it sends
+            content = b"PK\x03\x04" + content
         elif kind == "hidden-page":
             content = b"\n<html>quota</html>"
         start = 0
@@ -130,7 +132,7 @@ def test_download_is_continued_by_the_next_call_unless_the_file_has_changed(serv
         path.with_name(NAMES[1]).unlink()
 
 
-@pytest.mark.parametrize("kind", ["page", "hidden-page", "missing"])
+@pytest.mark.parametrize("kind", ["page", "hidden-page", "missing", "truncated"])
 def test_answer_that_is_not_the_file_leaves_nothing(server, entry_of, kind):
     with pytest.raises(WeightsError) as caught:
         zoo.local_file(entry_of(kind))
