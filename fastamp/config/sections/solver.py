@@ -21,7 +21,8 @@ KEYS = (
         "SOLVER.PROFILE",
         (),
         "First and last iteration, counted from 1, e.g. (101, 105), of which a trace of PyTorch's profiler, a table of "
-        "operators and, on CUDA, a snapshot of the memory are written to OUTPUT_DIR/profile. Empty: no profile.",
+        "operators and, on CUDA, a snapshot of the memory are written to OUTPUT_DIR/profile; at most 20 iterations. "
+        "Empty: no profile.",
         of=int,
         low=1,
     ),

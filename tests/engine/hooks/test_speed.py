@@ -244,6 +244,17 @@ def test_a_resumed_run_profiles_the_remaining_iterations(tmp_path, caplog):
     assert not caplog.records
 
 
+def test_a_profile_of_many_iterations_is_limited(tmp_path, caplog):
+    for iterations, count in (((3, 22), 20), ((3, 23), 20), ((22, 10_000), 4)):
+        caplog.clear()
+        folder = tmp_path / str(iterations)
+        train(Model(), Profile(iterations, folder), steps=25)
+        events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
+        assert sum(event.get("name") == "aten::linear" for event in events) == count
+        warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert ["SOLVER.PROFILE" in text and "fix: " in text for text in warnings] == [True] * (iterations != (3, 22))
+
+
 @pytest.mark.parametrize("iterations", [(3,), (0, 2), (5, 4), (1, 2, 3)])
 def test_profile_of_invalid_iterations_is_an_error(iterations, tmp_path):
     with pytest.raises(ConfigError, match=r"SOLVER\.PROFILE(.|\n)*fix:"):
