@@ -36,7 +36,7 @@ def selective_scan(
 
     The d channels of each of the K groups share B and C. Computes in float32 under every precision policy. The states
     are not kept: memory is linear in L, since the backward pass computes them again; a second derivative is an error.
-    Without gradients, compiled and exported models combine positions in log2(L) steps.
+    Exported models, and compiled ones without gradients, combine positions in log2(L) steps.
 
     Args:
         u, delta: (batch, K * d, L) float. Fastest as transposed views of contiguous (batch, L, K * d) tensors.
@@ -58,11 +58,10 @@ def selective_scan(
         *(None if x is None else x.to(dtype).unflatten(0, by_group) for x in (D, delta_bias)),
     ]
     needs_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    if torch.jit.is_tracing() or (torch.compiler.is_compiling() and not needs_gradients):  # also in torch.export
-        output = _scan_by_doubling(*inputs, softplus=delta_softplus)
-    else:
-        output = _SelectiveScan.apply(*inputs, delta_softplus)
-    return output.flatten(2).transpose(1, 2)
+    trains = needs_gradients and torch.compiler.is_dynamo_compiling()  # False in exports, unless they are strict
+    traced = torch.jit.is_tracing() or (torch.compiler.is_compiling() and not trains)
+    scan = _scan_by_doubling if traced else _SelectiveScan.apply
+    return scan(*inputs, delta_softplus).flatten(2).transpose(1, 2)
 
 
 def _positions_first(x: Tensor) -> Tensor:
@@ -91,7 +90,7 @@ def _output(h: Tensor, C: Tensor, u: Tensor, D: Tensor | None) -> Tensor:
 
 
 def _scan_by_doubling(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, bias: Tensor | None, *, softplus: bool
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, bias: Tensor | None, softplus: bool
 ) -> Tensor:
     """Combine each position with those before it, at distances 1, 2, 4, ... (Hillis & Steele 1986)."""
     step = _step_size(delta, bias, softplus)

@@ -208,6 +208,9 @@ def test_exported_files_return_the_same_values():
         program = torch.export.export(Scan(), inputs, dynamic_shapes=shapes, strict=False)
         assert relative_error(program.module()(*more), selective_scan(*more)) < 1e-6
         assert relative_error(torch.jit.trace(Scan(), inputs)(*more), selective_scan(*more)) < 1e-6
+        trained = tuple(x.clone().requires_grad_() for x in inputs)  # as parameters, without no_grad
+        exported = torch.export.export(Scan(), trained, dynamic_shapes=shapes, strict=False).module()
+        assert relative_error(exported(*more), selective_scan(*more)) < 1e-6
         content = torch.onnx.export(program, (), dynamo=True, verbose=False).model_proto.SerializeToString()
         session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
         feeds = {i.name: x.numpy() for i, x in zip(session.get_inputs(), more, strict=True)}

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from fastamp.modeling.backbones import vmamba
 from fastamp.modeling.backbones.swin import Depth, Swin
 from fastamp.modeling.backbones.timm_vit import TimmVisionTransformer
 from fastamp.modeling.backbones.vit import DEPTHS, VisionTransformer
@@ -50,11 +51,12 @@ def test_similarity_map_highlights_the_common_pattern():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_similarity_map_supports_vit_and_swin(frozen):
+def test_similarity_map_supports_vit_swin_and_vmamba(frozen):
     vit = VisionTransformer(depth=DEPTHS["deit_small"], image_size=(64, 32))
     vit.blocks = vit.blocks[:2]
     swin = Swin(Depth(24, (1, 1, 1, 1), (1, 1, 1, 1), ""))
-    for backbone, shape in ((vit, (4, 2)), (swin, (2, 1))):
+    mamba = vmamba.VMamba(vmamba.Depth(8, (1, 1, 1, 1), 1))
+    for backbone, shape in ((vit, (4, 2)), (swin, (2, 1)), (mamba, (4, 2))):
         model = Model(backbone).eval().requires_grad_(not frozen)
         found = similarity_map(model, pair())
         assert all(heat.shape == shape and heat.max() <= 1 and (heat >= 0).all() for heat in found.maps)
