@@ -28,6 +28,10 @@ def wrong_gradient(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_sof
     return correct(u, delta, A, B.detach(), C, D, z, delta_bias, delta_softplus) + 0 * B.sum()
 
 
+def without_skip_in_short_scans(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False):
+    return (correct if u.shape[2] > 8 else without_skip)(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
+
+
 def failing(*args, **kwargs):
     raise RuntimeError("Expected u.is_cuda() to be true")
 
@@ -47,9 +51,9 @@ def package(monkeypatch):
     return install
 
 
-def backbone(scan):
+def backbone(scan, **options):
     torch.manual_seed(0)
-    values = {"NAME": "build_vmamba_backbone", "DEPTH": "nano", "FEAT_DIM": 256, "SCAN": scan}
+    values = {"NAME": "build_vmamba_backbone", "DEPTH": "nano", "FEAT_DIM": 256, "SCAN": scan, **options}
     opts = [word for name, value in values.items() for word in (f"MODEL.BACKBONE.{name}", value)]
     return build_backbone(read_config("", opts)).eval()
 
@@ -64,7 +68,7 @@ def test_correct_kernel_is_used_in_float32_in_every_mode(package):
     with torch.autocast("cpu", torch.bfloat16):
         model(images)
     assert set(CALLS) == {torch.float32}
-    assert len(CALLS) == 1 + 2 * 5  # one comparison, and two passes of five blocks
+    assert len(CALLS) == 3 + 2 * 5  # comparisons at 128, 32 and 8 positions, and two passes of five blocks
     grads = [
         torch.autograd.grad(net(images).square().sum(), list(net.parameters()), allow_unused=True)
         for net in (model, reference)
@@ -75,8 +79,25 @@ def test_correct_kernel_is_used_in_float32_in_every_mode(package):
             torch.testing.assert_close(found, other, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.integration
+def test_kernel_is_compared_in_a_checkpoint(package):
+    package(correct)
+    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    grads = [
+        torch.autograd.grad(model(images).square().sum(), list(model.parameters()))
+        for model in (backbone(scan, CHECKPOINTING=True).train() for scan in ("mamba_ssm", "torch"))
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize(
-    ("function", "named"), [(without_skip, "output"), (wrong_gradient, "gradient of B"), (failing, "is_cuda")]
+    ("function", "named"),
+    [
+        (without_skip, "output"),
+        (without_skip_in_short_scans, "output"),
+        (wrong_gradient, "gradient of B"),
+        (failing, "is_cuda"),
+    ],
 )
 def test_kernel_that_differs_or_fails_is_refused(package, function, named):
     package(function)
