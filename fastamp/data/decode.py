@@ -486,10 +486,15 @@ def _pil_pixels(image: Image.Image, mode: str, path: str, bit_depth: int | None)
         image = Image.fromarray(reduce_bits(np.asarray(image), path, bit_depth))
     elif is_reduced and bit_depth is not None:
         _warn_if_dark(256 * max(band[1] for band in image.getextrema()[:3]), path, bit_depth, "save it with 8 bits")  # type: ignore[index]
-    if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
-        image = image.convert("RGBA")  # otherwise PIL prints a warning about each file
+    image = expand_palette(image)
     pixels = np.asarray(image if image.mode == mode else image.convert(mode))
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
+
+
+def expand_palette(image: Image.Image) -> Image.Image:
+    """Convert an image whose palette has several values of alpha to RGBA; PIL warns about each that is used without."""
+    several = image.mode == "P" and isinstance(image.info.get("transparency"), bytes)
+    return image.convert("RGBA") if several else image
 
 
 def reduce_bits(values: np.ndarray, path: str, bit_depth: int | None = BIT_DEPTH) -> np.ndarray:

@@ -20,6 +20,7 @@ from fastamp.data.decode import (
     check_mode,
     check_pixels,
     decode_image,
+    expand_palette,
     open_with_pil,
     reduce_bits,
 )
@@ -67,7 +68,7 @@ def inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS, bit_depth: i
                 check_pixels(item.path, *image.size, max_pixels)  # type: ignore[call-arg]
                 check_mode(image)
                 image.load()  # decode all of it: unlike other decoders, PIL raises on truncated files
-                upright = ImageOps.exif_transpose(image)
+                upright = expand_palette(ImageOps.exif_transpose(image))
         if upright.mode.startswith("I"):  # more than 8 bits
             reduce_bits(np.asarray(upright), item.path, bit_depth)
             upright = Image.fromarray(reduce_bits(np.asarray(upright), item.path, None))

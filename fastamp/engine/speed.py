@@ -8,6 +8,7 @@ import torch
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
+from fastamp.data.build import loading_device
 from fastamp.utils.env import available_cores
 
 # Pattern of the name of a GPU -> dense peak in TFLOP/s with 16 bits, TF32 and float32, from NVIDIA's data sheets.
@@ -51,6 +52,6 @@ def input_fix(cfg: CfgNode) -> str:
         return "set DATALOADER.CACHE to disk or ram, so that each image is decoded and resized once"
     if cfg.DATALOADER.CACHE == "none":
         return f"reduce the image files to about INPUT.SIZE_TRAIN {tuple(cfg.INPUT.SIZE_TRAIN)} once"
-    if cfg.INPUT.AUGMENT_ON == "worker" and cfg.MODEL.DEVICE != "cpu":
+    if cfg.INPUT.AUGMENT_ON == "worker" and loading_device(cfg).type != "cpu":
         return "set INPUT.AUGMENT_ON to device"
     return "use a machine with more CPU cores, or reduce INPUT.SIZE_TRAIN"

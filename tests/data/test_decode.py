@@ -4,7 +4,9 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from fastamp.data.datasets.items import ImageItem
 from fastamp.data.decode import image_from_pil, read_image
+from fastamp.data.image_summary import inspect_image
 from fastamp.utils.errors import DataError
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -132,6 +134,7 @@ def test_palettes_with_several_alpha_values_cause_no_warning(tmp_path, recwarn):
     pixels = np.random.default_rng(0).integers(0, 256, (8, 6, 3), dtype=np.uint8)
     Image.fromarray(pixels).quantize(16).save(tmp_path / "a.png", transparency=bytes(range(16)))
     read = {channels: read_image(str(tmp_path / "a.png"), channels) for channels in MODES}
+    assert not inspect_image(ImageItem(str(tmp_path / "a.png"), 0, 0)).fault
     assert not recwarn.list
     assert all(torch.equal(image, pil(tmp_path / "a.png", channels)) for channels, image in read.items())
 

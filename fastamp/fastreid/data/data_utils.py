@@ -4,7 +4,7 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
-from fastamp.data.decode import open_with_pil
+from fastamp.data.decode import expand_palette, open_with_pil
 from fastamp.utils.files import expand
 
 
@@ -24,5 +24,5 @@ def read_image(file_name: str, format: str | None = None) -> PIL.Image.Image:
         image = PIL.ImageOps.exif_transpose(image)
         if format is None:
             return image.convert("RGB") if image.mode in ("L", "1") else image.copy()
-        image = image.convert("RGB" if format == "BGR" else format)
+        image = expand_palette(image).convert("RGB" if format == "BGR" else format)
     return PIL.Image.fromarray(np.asarray(image)[:, :, ::-1]) if format == "BGR" else image

@@ -193,7 +193,8 @@ def test_peak_of_a_gpu(name, dtype, tf32, tera, monkeypatch):
 
 def test_the_fix_of_a_slow_input_is_one_that_is_not_yet_applied(monkeypatch):
     monkeypatch.setattr(speed, "available_cores", lambda: 8)
-    cfg = get_cfg()
+    monkeypatch.setattr(speed, "loading_device", lambda cfg: device)
+    cfg, device = get_cfg(), torch.device("cuda")
     found = []
     for key, value in (
         ("DATALOADER.NUM_WORKERS", "2"),
@@ -209,6 +210,9 @@ def test_the_fix_of_a_slow_input_is_one_that_is_not_yet_applied(monkeypatch):
     ):
         assert key in text
     assert len(set(found)) == len(found)
+    device = torch.device("cpu")  # also with the default of MODEL.DEVICE
+    cfg.merge_from_list(["INPUT.AUGMENT_ON", "worker"])
+    assert input_fix(cfg) == found[-1]
 
 
 def test_processes_on_a_machine_share_its_cores_for_workers(monkeypatch):
