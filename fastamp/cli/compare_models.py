@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.inference.model_comparison import compare_models
     from fastamp.report.figures import panel_figure, write_figure
     from fastamp.utils.files import write_atomically
+    from fastamp.zoo import entry_of
 
     if len(set(args.models)) < max(2, len(args.models)):
         raise ConfigError(
@@ -64,10 +65,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{other[0]} does not describe the test set or the protocol.\n  fix: remove it")
     cfg = read_config("", opts, plugin=args.plugin)
     common = {"device": args.device, "plugin": args.plugin, "opts": []}
+    named = {entry.name if (entry := entry_of(source)) else source: source for source in args.models}
     with dataset_argument("--data"):
         comparison = compare_models(
-            args.models,
-            lambda source: model_of(argparse.Namespace(checkpoint=source, **common)),
+            list(named),
+            lambda name: model_of(argparse.Namespace(checkpoint=named[name], **common)),
             args.data,
             cfg,
             batch=args.batch,

@@ -181,7 +181,7 @@ def _evaluations(args: argparse.Namespace, entry: "Entry", *, only_existing: boo
             "OUTPUT_DIR": str(Path(args.runs) / folder_name(f"{entry.name}-{target.dataset}")),
         }
         settings = [*_words(target.keys), *args.opts]
-        cfg = read_config("", settings, plugin=args.plugin)
+        cfg = read_config("", ["MODEL.DEVICE", "auto", *settings], plugin=args.plugin)  # as in evaluation_config
         if only_existing:
             try:
                 build_dataset(target.dataset, cfg)

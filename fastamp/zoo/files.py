@@ -115,7 +115,7 @@ def warn_of_differences(cfg: CfgNode, *, evaluated: bool = False) -> None:
     Raises:
         ConfigError: if the name is unknown or ambiguous.
     """
-    entry = _entry_of(cfg.MODEL.WEIGHTS)
+    entry = entry_of(cfg.MODEL.WEIGHTS)
     found = differences(entry, cfg, evaluated=evaluated) if entry else {}
     if entry and found:
         listed = "".join(f"\n  {key}: {given}, published with {own}" for key, (given, own) in found.items())
@@ -128,8 +128,12 @@ def warn_of_differences(cfg: CfgNode, *, evaluated: bool = False) -> None:
         )
 
 
-def _entry_of(weights: str) -> Entry | None:
-    """Return the entry that MODEL.WEIGHTS names, or whose file it is; None for other weights."""
+def entry_of(weights: str) -> Entry | None:
+    """Return the entry that ``zoo:NAME`` names or whose file is at this path; None for other weights.
+
+    Raises:
+        ConfigError: if the name is unknown or ambiguous.
+    """
     if weights.startswith(PREFIX):
         return find(weights)
     path = Path(os.path.abspath(expand(weights)))

@@ -82,3 +82,12 @@ def test_invalid_input_is_refused(models, capsys, words, named):
         code = error.code
     assert code == 2
     assert named in capsys.readouterr().err
+
+
+def test_published_weights_are_called_by_their_name(models, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FASTAMP_ZOO", str(tmp_path / "zoo"))
+    name = "fastreid_sbs_r50_market1501"
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / f"zoo/{name}.pth").write_bytes(b"damaged")
+    assert main(["compare-models", "sbs_r50_market1501", "missing.pth", "--data", "Demo"]) == 2
+    assert f"\n{name}: " in capsys.readouterr().err

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from dataset_trees import MARKET_FILES
 from PIL import Image
 
 from fastamp.cli import main
@@ -165,3 +166,14 @@ def test_invalid_input_is_refused(place, capsys, words, named):
         code = error.code
     assert code == 2
     assert named in capsys.readouterr().err
+
+
+def test_published_file_needs_no_device_in_the_config(place, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in MARKET_FILES:
+        file = place / "data/Market-1501-v15.09.15" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert main(["reproduce", "fastreid_sbs_r50_market1501", "--data", "data"]) == 2
+    assert str(place / "zoo") in capsys.readouterr().err  # the file is missing, not a device
