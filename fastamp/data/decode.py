@@ -3,6 +3,7 @@
 import errno
 import io
 import logging
+import math
 import os
 import re
 import struct
@@ -106,7 +107,8 @@ def read_image(
             0..2**bit_depth - 1 become 0..255. Default 16. None: the range of the image's own values, for pictures to
             look at.
         decoder: see ``image_decoder``. Default ``"auto"``.
-        reduced: use ``least_size`` for JPEG files of any number of pixels. Default False.
+        reduced: use ``least_size`` for JPEG files of any number of pixels, at scales that divide height and width.
+            Default False.
 
     Returns:
         (channels, H, W) uint8.
@@ -192,7 +194,8 @@ def decode_image(
         header = check_jpeg(content, path)
         width, height, usual = header.width, header.height, header.has_usual_orientation()
         check_pixels(path, width, height, max_pixels)
-    if not (reduced or width * height > _MAX_FULL_SIZE_PIXELS) or not _is_twice(width, height, least_size):
+    reduced = (reduced and _largest_scale(width, height) > 1) or width * height > _MAX_FULL_SIZE_PIXELS
+    if not reduced or not _is_twice(width, height, least_size):
         least_size = None
     # torchvision 0.29 aborts the process on corrupt PNG files, ignores the orientation of WebP files, decodes all
     # frames of an animation, and has no scaled decoding; no decoder can be limited if the declared size was not found.
@@ -212,6 +215,15 @@ def decode_image(
 def _is_twice(width: int, height: int, size: tuple[int, int] | None) -> bool:
     """Return True if an image, upright or turned by 90 degrees, has at least twice the height and width ``size``."""
     return size is not None and any(2 * a <= height and 2 * b <= width for a, b in (size, size[::-1]))
+
+
+def _largest_scale(width: int, height: int) -> int:
+    """Return the largest n of 1/n at which an image may be decoded.
+
+    If n does not divide the sides, libjpeg pads them, so that resizing moves all pixels: with one pixel more than a
+    multiple of 8, cosines of features fell from 0.993 to 0.88 (32x16). The padding of very large images is negligible.
+    """
+    return 8 if width * height > _MAX_FULL_SIZE_PIXELS else math.gcd(width, height, 8)
 
 
 def check_pixels(path: str, width: int, height: int, max_pixels: int) -> None:
@@ -414,8 +426,10 @@ def _decode_with_pil(
     with _pil_errors(path), open_with_pil(io.BytesIO(content)) as image:
         check_pixels(path, *image.size, max_pixels)  # type: ignore[call-arg]
         if least_size is not None:
-            height, width = least_size
-            image.draft(None, (height, width) if _orientation(image) in _TURNED else (width, height))
+            sides = least_size if _orientation(image) in _TURNED else least_size[::-1]
+            scale = _largest_scale(*image.size)
+            width, height = (max(side // scale, least) for side, least in zip(image.size, sides, strict=True))
+            image.draft(None, (width, height))
         return _pil_pixels(image, mode, path, bit_depth)
 
 

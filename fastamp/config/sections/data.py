@@ -40,9 +40,10 @@ KEYS = (
     Key(
         "INPUT.DECODE_REDUCED",
         False,
-        "Decode JPEG files at 1/2, 1/4 or 1/8 of their size if at least twice the height and width to which they are "
-        "resized remains. PIL decodes these files, whichever INPUT.DECODER is set. Other files, boxes in images and "
-        "frames, arrays and PIL images are not affected. It changes the features slightly.",
+        "Decode JPEG files at 1/2, 1/4 or 1/8 of their size if 2, 4 or 8 divides height and width, and at least twice "
+        "the height and width to which they are resized remains. PIL decodes these files, whichever INPUT.DECODER is "
+        "set. Other files, boxes in images and frames, arrays and PIL images are not affected. It changes the "
+        "features slightly.",
     ),
     Key(
         "INPUT.INTERPOLATION",
