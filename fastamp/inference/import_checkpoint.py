@@ -8,7 +8,7 @@ from torch import nn
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.load_state import classifiers, convert_state_dict, examples, load_model_state
-from fastamp.checkpoint.weights_file import check_output, read_checkpoint, state_dict_in, tensors_by_path
+from fastamp.checkpoint.weights_file import average_in, check_output, read_checkpoint, state_dict_in, tensors_by_path
 from fastamp.config import CfgNode, read_config
 from fastamp.config.projects import project_pairs
 from fastamp.contracts import State
@@ -58,11 +58,14 @@ def import_checkpoint(
 def weights_below(content: Any, prefix: str, source: str, defaults: CfgNode) -> State:
     """Return the state dict of a file, or the tensors below ``prefix`` with the prefix removed.
 
+    Without a prefix, an average of the weights in the file is preferred, as for ``MODEL.WEIGHTS``.
+
     Raises:
         WeightsError: if the file contains no state dict, or no tensor below ``prefix``.
     """
     if not prefix:
-        return state_dict_in(content, source)
+        state_dict_in(content, source)  # a student and a teacher are an error, whose fix lists their prefixes
+        return state_dict_in(average_in(content), source)
     tensors = tensors_by_path(content)
     prefix = prefix.rstrip(".") + "."
     state = {path.removeprefix(prefix): value for path, value in tensors.items() if path.startswith(prefix)}

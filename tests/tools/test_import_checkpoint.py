@@ -174,6 +174,14 @@ def test_import_of_a_lightning_checkpoint(tmp_path, resnet18, prefix):
     assert all(torch.equal(written[f"backbone.{name}"], value) for name, value in resnet18.items())
 
 
+@pytest.mark.parametrize("entry", ["model_ema", "model"])
+def test_import_prefers_the_average_of_the_weights(tmp_path, resnet18, entry):
+    content = {"model": {name: value + 1 for name, value in resnet18.items()}, "model_ema": resnet18}
+    assert run(tmp_path, content, *(("--prefix", entry) if entry == "model" else ())) == 0
+    written = torch.load(tmp_path / "out.pth", weights_only=True)["model"]
+    assert all(torch.equal(written[f"backbone.{name}"], content[entry][name]) for name in resnet18)
+
+
 def test_import_suggests_no_prefix_for_file_with_fastamp_names(tmp_path, input_error):
     state = model(*RESNET18).state_dict()
     assert "--prefix" not in input_error(run, tmp_path, state, "--config-file", "Market1501/sbs_R50-ibn")

@@ -7,7 +7,7 @@ from torch import nn
 
 from fastamp.amp import requested_device
 from fastamp.checkpoint.load_state import load_model_state
-from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
+from fastamp.checkpoint.weights_file import average_in, read_checkpoint, state_dict_in
 from fastamp.config import CfgNode, get_cfg
 from fastamp.config.defaults import KEYS
 from fastamp.contracts import Batch
@@ -62,7 +62,7 @@ def _build_teacher(cfg: CfgNode, config_file: str, weights_file: str) -> nn.Modu
         )
     try:
         content = read_checkpoint(weights_file)
-        state = state_dict_in(content, weights_file)
+        state = state_dict_in(average_in(content), weights_file)
         report = load_model_state(teacher, state, source=weights_file, content=content)
     except WeightsError as error:
         raise WeightsError(f"KD.MODEL_WEIGHTS {weights_file!r}: {error}") from error
