@@ -184,7 +184,7 @@ class ReidDataset(Dataset):
         except DataError as error:
             if not self.skip_corrupt:
                 message, fix, given = str(error).partition("\n  fix:")
-                origin = find_origin(self.sources, self.items.path(index))
+                origin = find_origin(self.sources, self.items.path(index), self.items.box(index))
                 if origin:
                     message += f"\n  listed in {origin}"
                 if not fix:

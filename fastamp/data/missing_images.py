@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
+from fastamp.data.boxes import Box
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.custom import IMAGE_SUFFIXES, clean_command, path_fix
 from fastamp.data.datasets.items import PackedItems, encode
@@ -65,9 +66,9 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
     raise DataError(f"{listing}\n  fix: {fix}")
 
 
-def find_origin(datasets: Iterable[ImageDataset], path: str) -> str:
-    """Return the annotation file and line number that list the image at ``path``; "" if unknown."""
-    return next(filter(None, (dataset.origin(path) for dataset in datasets)), "")
+def find_origin(datasets: Iterable[ImageDataset], path: str, box: Box | None = None) -> str:
+    """Return the annotation file and line number that list an image, or its box; "" if unknown."""
+    return next(filter(None, (dataset.origin(path, box) for dataset in datasets)), "")
 
 
 def unreadable_files(items: PackedItems, *, excluded: Container[int] = ()) -> dict[int, str]:

@@ -12,7 +12,7 @@ import numpy as np
 from tabulate import tabulate
 
 from fastamp.config import CfgNode
-from fastamp.data.boxes import are_normalized, normalized_error, warn_of_small_boxes
+from fastamp.data.boxes import Box, are_normalized, normalized_error, warn_of_small_boxes
 from fastamp.data.datasets.identity_names import is_unknown_identity, log_excluded
 from fastamp.data.datasets.items import ImageItem, PackedItems
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
@@ -170,8 +170,8 @@ class ImageDataset:
         """Gallery images, including distractors, which have identity 0 (see ``has_distractors``)."""
         return self._split("gallery")
 
-    def origin(self, path: str) -> str:
-        """Return the annotation file and line number that list the image at ``path``, for messages; "" if unknown."""
+    def origin(self, path: str, box: Box | None = None) -> str:
+        """Return the annotation file and line number that list an image, or its box, for messages; "" if unknown."""
         return ""
 
     def check_before_run(self, required_files: str | Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fastamp.config import CfgNode, Key
+from fastamp.data.boxes import Box
 from fastamp.data.columns import number_names
 from fastamp.data.datasets.base import ImageDataset, ImageItem, data_root
 from fastamp.data.datasets.csv_table import (
@@ -188,10 +189,10 @@ class CsvDataset(ImageDataset):
         """Return the line number in the CSV file of the image in row ``row`` of ``split``."""
         return int(self._lines[split][row])
 
-    def origin(self, path: str) -> str:
-        """Return the CSV file and the number of the first line that lists the image at ``path``; "" if none does."""
+    def origin(self, path: str, box: Box | None = None) -> str:
+        """Return the CSV file and the number of the first line that lists an image, or its box; "" if none does."""
         for split in self._lines:
-            index = PackedItems.of(self.images_in(split)).find(path)
+            index = PackedItems.of(self.images_in(split)).find(path, box)
             if index is not None:
                 return f"{self.file}, line {self.line(split, index)}"
         return ""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastamp.data.boxes import Box
 from fastamp.utils.errors import DataError
 
 # Round-trips any string, including file names that are not UTF-8.
@@ -342,10 +343,11 @@ class PackedItems(Sequence[ImageItem]):
         chosen = [number for number, folder in enumerate(self.folders) if folder in folders]
         return np.flatnonzero(np.isin(self.folder_of, chosen))
 
-    def find(self, path: str) -> int | None:
-        """Return the number of the first row that contains ``path``, or None if no row does."""
+    def find(self, path: str, box: Box | None = None) -> int | None:
+        """Return the number of the first row that contains ``path`` and, if given, ``box``, or None if no row does."""
         folder, name = split_path(path)
-        return next((row for row in self.rows_in({folder}).tolist() if self.names[row] == name), None)
+        rows = (row for row in self.rows_in({folder}).tolist() if self.names[row] == name)
+        return next((row for row in rows if box is None or self.box(row) == box), None)
 
     @staticmethod
     def concat(parts: Sequence["PackedItems"]) -> "PackedItems":

@@ -327,6 +327,11 @@ def test_csv_names_of_cameras_and_lines_are_kept(tmp_path):
     assert [dataset.camera(item.camid) for item in dataset.train] == ["west", "east"]
     assert [dataset.camera(item.camid) for item in dataset.gallery] == ["7", "7"]
     assert dataset.line("gallery", 1) == 6 and dataset.origin(dataset.query[0].path).endswith("my data.csv, line 4")
+    boxes = build_dataset(write_csv(tmp_path, [f"a.png,{n // 2},{n},0,9,9" for n in range(8)], "path,pid,x0,y0,x1,y1"))
+    lines = [
+        boxes.origin(item.path, item.box) for split in ("train", "query", "gallery") for item in boxes.images_in(split)
+    ]
+    assert sorted(line.rsplit(" ", 1)[1] for line in lines) == [str(n + 2) for n in range(8)]
     without = build_dataset(write_csv(tmp_path, [f"{n}.png,{n // 4}" for n in range(16)], "path,pid"))
     assert without.query and without.camera(without.query[0].camid) == ""
 
