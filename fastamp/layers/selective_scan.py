@@ -60,7 +60,7 @@ def selective_scan(
     needs_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     trains = needs_gradients and torch.compiler.is_dynamo_compiling()  # False in exports, unless they are strict
     traced = torch.jit.is_tracing() or (torch.compiler.is_compiling() and not trains)
-    scan = _scan_by_doubling if traced else _SelectiveScan.apply
+    scan: Any = _scan_by_doubling if traced else _SelectiveScan.apply
     return scan(*inputs, delta_softplus).flatten(2).transpose(1, 2)
 
 
