@@ -189,10 +189,10 @@ def decode_image(
     content = content if isinstance(content, bytearray) else bytearray(content)
     if not content:
         raise DataError(f"cannot read the image {path}: the file is empty")
-    width, height, usual = 0, 0, False
+    width, height, is_unambiguous = 0, 0, False
     if content[:2] == JPEG_START:
         header = check_jpeg(content, path)
-        width, height, usual = header.width, header.height, header.has_usual_orientation()
+        width, height, is_unambiguous = header.width, header.height, header.has_unambiguous_orientation()
         check_pixels(path, width, height, max_pixels)
     reduced = (reduced and _largest_scale(width, height) > 1) or width * height > _MAX_FULL_SIZE_PIXELS
     if not reduced or not _is_twice(width, height, least_size):
@@ -200,7 +200,7 @@ def decode_image(
     # torchvision 0.29 aborts the process on corrupt PNG files, ignores the orientation of WebP files, decodes all
     # frames of an animation, and has no scaled decoding; no decoder can be limited if the declared size was not found.
     decode = image_decoder(decoder).decode
-    if decode is None or not (usual and width * height) or channels == 4 or least_size is not None:
+    if decode is None or not (is_unambiguous and width * height) or channels == 4 or least_size is not None:
         mode = "RGBA" if channels == 4 else "RGB"
         image = _decode_with_pil(content, path, mode, max_pixels, least_size, bit_depth)
     else:
@@ -252,15 +252,15 @@ def check_mode(image: Image.Image) -> None:
 
 
 class JpegHeader(NamedTuple):
-    """Size and number of scans of a JPEG file, 0 if they were not found, and its segments of EXIF and XMP."""
+    """Size and number of scans of a JPEG file, 0 if they were not found, and its EXIF and XMP segments."""
 
     width: int
     height: int
     scans: int
     metadata: list[bytes | bytearray]
 
-    def has_usual_orientation(self) -> bool:
-        """Return True if all decoders find the same orientation, i.e. there is none or that of EXIF, which is first."""
+    def has_unambiguous_orientation(self) -> bool:
+        """Return True if all decoders find the same orientation: none, or that of EXIF, the first metadata segment."""
         exif, others = self.metadata[:1], self.metadata[1:]
         return (
             all(part.startswith(_EXIF) for part in exif)
@@ -506,7 +506,7 @@ def _pil_pixels(image: Image.Image, mode: str, path: str, bit_depth: int | None)
 
 
 def expand_palette(image: Image.Image) -> Image.Image:
-    """Convert an image whose palette has several values of alpha to RGBA; PIL warns about each that is used without."""
+    """Convert an image whose palette has an alpha value per color to RGBA, because PIL warns if it ignores them."""
     several = image.mode == "P" and isinstance(image.info.get("transparency"), bytes)
     return image.convert("RGBA") if several else image
 

@@ -220,15 +220,13 @@ def _check(backend: str, mode: str, device: str) -> None:
             f"MODEL.COMPILE_MODE is {mode}, which only the backend inductor has, but MODEL.COMPILE is {backend}.\n"
             "  fix: set MODEL.COMPILE to inductor, or MODEL.COMPILE_MODE to default"
         )
-    graphs = {
-        "MODEL.COMPILE is cudagraphs": backend == "cudagraphs",
-        "MODEL.COMPILE_MODE is reduce-overhead": mode == "reduce-overhead",
-    }
-    for setting, is_set in graphs.items():
-        if is_set and device != "cuda":
+    for key, value, graphs, other in (
+        ("MODEL.COMPILE", backend, "cudagraphs", "inductor"),
+        ("MODEL.COMPILE_MODE", mode, "reduce-overhead", "default"),
+    ):
+        if value == graphs and device != "cuda":
             raise ConfigError(
-                f"{setting}, which uses CUDA graphs, but MODEL.DEVICE is {device}.\n"
-                f"  fix: set {'MODEL.COMPILE to inductor' if mode == 'default' else 'MODEL.COMPILE_MODE to default'}"
+                f"{key} is {value}, which uses CUDA graphs, but MODEL.DEVICE is {device}.\n  fix: set {key} to {other}"
             )
     if backend == "inductor" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
         raise ConfigError(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from components import unregister_projects
 
 import fastamp.config.projects as projects
 import fastamp.config.recipes as recipes
@@ -13,6 +14,7 @@ from fastamp.cli import main
 from fastamp.config import get_cfg, load_plugin, read_config
 from fastamp.config.projects import project_of
 from fastamp.config.recipes import find_recipe
+from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.utils.errors import ConfigError
 
 
@@ -193,3 +195,15 @@ def test_plugin_that_needs_a_missing_module_is_an_error_without_a_traceback(tmp_
     (tmp_path / "plugin.py").write_text("import module_that_does_not_exist\n")
     with pytest.raises(ConfigError, match="module_that_does_not_exist"):
         read_config(plugin=str(tmp_path / "plugin.py"))
+
+
+def test_project_registers_again_after_the_tests_of_a_file(unregistered):
+    sys.path.append(str(projects.list_projects()["CLIPReID"]))
+    import clipreid.tokenizer  # noqa: F401  the package stays when its other modules are removed
+
+    was_registered = "CLIPReID" in META_ARCH_REGISTRY  # by a test of another file
+    for _ in range(2):
+        with unregister_projects():
+            projects.import_project("CLIPReID")
+            assert "CLIPReID" in META_ARCH_REGISTRY
+        assert ("CLIPReID" in META_ARCH_REGISTRY) == was_registered
